@@ -48,8 +48,8 @@ def parts() -> Iterator[Benchmark]:
     for backend in ("eager", "inductor"):
         table = "graph-fidelity-cuda" if backend == "eager" else "graph-fidelity-inductor-cuda"
         for model in GRAPH_MODELS:
-            full = f"--models {model} --backend {backend} --device cuda --seconds 5"
-            tiny = f"--models branches --backend {backend} --seconds 1"
+            full = f"--models {model} --backend {backend} --device cuda"
+            tiny = f"--models branches --backend {backend}"
             yield _part(f"graph-{backend}-{model}", "benchmarks.graph_fidelity", full, tiny, table)
     for attention in ("eager", "sdpa"):
         tiny = f"--attention {attention} --device cpu --tiny --memory 3MB"

@@ -33,9 +33,7 @@ JUNK: tuple[Any, ...] = (
 # What is run on each kind of file.
 COMMANDS = {
     "profile": ("show {file}", "show {file} --json", "solve {file} --budget 80% --solver chen_greedy -o {out}"),
-    "graph-profile": ("show {file}", "solve {file} --budget 90% --solver demand -o {out}"),
     "plan": ("show {file} --ops", "show {file} --json", "show {file} --csv {out}", "train --plan {file} --steps 1"),
-    "graph-plan": ("show {file}", "show {file} --json", "show {file} --csv {out}"),
     "chain": ("solve {file} --budget 90 --solver rotor --time-limit 1 -o {out}",),
     "graph": ("solve {file} --budget 90 --solver demand --time-limit 1 -o {out}",),
     "chain-solution": ("show {file}", "show {file} --json", "show {file} --csv {out}"),
@@ -66,9 +64,7 @@ def whole_files(folder: Path) -> dict[str, Path]:
     paths["rules"].write_text(json.dumps({"rest": "solve", "rules": [{"modules": "*", "action": "keep"}]}))
     for arguments in (
         ["profile", "zoo:mlp", *TINY, "-o", paths["profile"]],
-        ["profile", "zoo:mlp", *TINY, "--graph", "-o", paths["graph-profile"]],
         ["solve", paths["profile"], "--budget", "100%", "-o", paths["plan"]],
-        ["solve", paths["graph-profile"], "--budget", "100%", "-o", paths["graph-plan"]],
         ["solve", paths["chain"], "--budget", "90", "-o", paths["chain-solution"]],
         ["solve", paths["graph"], "--budget", "90", "-o", paths["graph-solution"]],
     ):

@@ -6,6 +6,7 @@ owns its storage. Parameters, buffers, the batch, and what is written back into 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections import Counter
@@ -15,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from profiler.capture.joint_graph import JointGraph, storages_of, traced
+from profiler.capture.joint_graph import JointGraph, storages_of
 from profiler.measurement.op_costs import costs_of
 from solvers.problem.graph import Graph, Node, Side
 
@@ -63,9 +66,11 @@ def capture(model: Model, batch: Batch, *, size: int, timed_size: int, split_byt
 
 def trace(model: Model, batch: Batch, size: int) -> JointGraph:
     """Trace forward and backward together, without data."""
-    with FakeTensorMode():
-        step, inputs = Step(model().train()), batch(size)
-        return traced(step, lambda: step(*inputs))
+    with FakeTensorMode(), contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, Step(model().train()), batch(size)).graph_module
+    (output,) = joint.graph.find_nodes(op="output")
+    of_forward = [each is not None and not isinstance(each, GradAOTOutput) for each in output.meta["desc"]]
+    return JointGraph(joint, sum(of_forward))
 
 
 def _check_same_ops(large: JointGraph, small: JointGraph) -> None:

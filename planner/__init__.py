@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from planner.capacity.batch_search import max_batch as max_batch
     from planner.capacity.levers import Combination as Combination, Lever as Lever
     from planner.capacity.rank_advice import RankAdvice as RankAdvice, advise_rank as advise_rank
-    from planner.compiled.budget_backend import BudgetBackend as BudgetBackend, backend as backend
     from planner.distributed.collective import apply as apply, measure as measure, profile as profile
     from planner.distributed.rank_failures import RankError as RankError
     from planner.distributed.solving import solve as solve
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
         StateRow as StateRow,
         model_states as model_states,
     )
-    from planner.plans.graph_plan import GraphPlan as GraphPlan
     from planner.plans.lowering import UnsupportedPlan as UnsupportedPlan
     from planner.plans.offload_request import Offload as Offload
     from planner.plans.pareto_curves import pareto as pareto
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from planner.runtime.model_match import PlanMismatch as PlanMismatch
     from planner.training.checkpointing import auto_checkpoint as auto_checkpoint
     from planner.training.dynamic_shapes import DynamicHandle as DynamicHandle
-    from planner.training.graph_verification import GraphVerification as GraphVerification, MeasuredPlan as MeasuredPlan
     from planner.training.input_signatures import Signature as Signature
     from planner.training.oom_report import FailureReport as FailureReport
     from planner.training.training import (
@@ -55,7 +52,6 @@ if TYPE_CHECKING:
     )
     from planner.training.verification import Verification as Verification, verify as verify
     from profiler.capture.joint_graph import CaptureError as CaptureError
-    from profiler.graph_profile import GraphProfile as GraphProfile
     from profiler.measurement.step_measurement import Measurement as Measurement
     from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
@@ -72,8 +68,6 @@ _NAMES = {
     "planner.distributed.rank_failures": "RankError",
     "planner.distributed.solving": "solve",
     "planner.explain.state_table": "ModelStates StateRow model_states",
-    "planner.compiled.budget_backend": "BudgetBackend backend",
-    "planner.plans.graph_plan": "GraphPlan",
     "planner.plans.lowering": "UnsupportedPlan",
     "planner.plans.offload_request": "Offload",
     "planner.plans.pareto_curves": "pareto",
@@ -88,7 +82,6 @@ _NAMES = {
     "planner.runtime.model_match": "PlanMismatch",
     "planner.training.checkpointing": "auto_checkpoint",
     "planner.training.dynamic_shapes": "DynamicHandle",
-    "planner.training.graph_verification": "GraphVerification MeasuredPlan",
     "planner.training.input_signatures": "Signature",
     "planner.training.oom_report": "FailureReport",
     "planner.training.training": "OutOfMemory TrainingRun train_planned",
@@ -96,7 +89,6 @@ _NAMES = {
     "profiler.measurement.step_measurement": "Measurement",
     "profiler.recomputation.functions": "recompute",
     "profiler.capture.joint_graph": "CaptureError",
-    "profiler.graph_profile": "GraphProfile",
     "profiler.records": "Profile",
     "profiler.workload.steps": "ProfileError",
     "profiler.workload.workload": "Workload",

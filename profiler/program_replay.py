@@ -56,6 +56,7 @@ def call_replay(
     runs: StepRuns,
     *,
     gradients_held: bool = False,
+    outputs_held: bool = False,
     argument_bytes: Mapping[int, int] = MappingProxyType({}),
 ) -> CallReplay:
     """The replay of an order of the runs of a call's ops.
@@ -64,9 +65,10 @@ def call_replay(
         graph: of the call.
         runs: the order.
         gradients_held: others hold the gradients of what the call returned until its backward is over.
+        outputs_held: others hold what it returned until then.
         argument_bytes: of the tensors among the arguments that go when backward has read them.
     """
-    replay = replay_step(graph, runs, held=False, gradients_held=gradients_held)
+    replay = replay_step(graph, runs, gradients_held=gradients_held, outputs_held=outputs_held)
     sizes = [storage.size_bytes for storage in graph.storages] + [op.state_bytes for op in graph.ops]
     returned = {number for number, storage in enumerate(graph.storages) if storage.returned}
     forward_seconds, backward_seconds = (sum(graph.ops[ordinal].seconds for ordinal in side) for side in runs)
@@ -99,7 +101,7 @@ def forward_flow(graph: StepGraph) -> StageOps:
     """The forward of a call as the ops of a stage, with the ordinals and numbers that they have in the graph."""
     ops = [op for op in graph.ops if op.side == "forward"]
     maker = {number: ordinal for ordinal, op in enumerate(ops) for number in op.makes}
-    saved = replay_step(graph, runs_once(graph), held=False).handed
+    saved = replay_step(graph, runs_once(graph)).handed
     return StageOps(
         ops=tuple(
             StageOp(
@@ -129,10 +131,17 @@ def forward_flow(graph: StepGraph) -> StageOps:
 @functools.lru_cache(maxsize=256)
 def kept_and_rerun(graph: StepGraph, runs: StepRuns) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What an order keeps of what its forward makes, and which ops of the forward it runs again."""
-    handed = replay_step(graph, runs, held=False).handed
+    handed = replay_step(graph, runs).handed
     forward = {ordinal for ordinal, op in enumerate(graph.ops) if op.side == "forward"}
     made = {number for ordinal in forward for number in graph.ops[ordinal].makes}
     return tuple(sorted(handed & made)), tuple(sorted(forward.intersection(runs.again)))
+
+
+def random_state_bytes(graph: StepGraph, runs: StepRuns) -> int:
+    """Bytes of the random states that an order hands over to backward, where ops that draw from them run again."""
+    count = len(graph.storages)
+    handed = replay_step(graph, runs).handed
+    return sum(graph.ops[number - count].state_bytes for number in handed if number >= count)
 
 
 def runs_with(graph: StepGraph, again: Collection[int]) -> StepRuns:

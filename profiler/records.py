@@ -22,9 +22,9 @@ from profiler.target_record import TargetRecord
 if TYPE_CHECKING:
     import pandas as pd
 
+WHOLE_MODEL = "the model"  # the name of the stage where its call is the only one
 FORMAT = "planner-profile"
 VERSION = 2
-KIND = "stages"  # of a profile or plan whose file does not say another one
 
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
@@ -182,7 +182,8 @@ class MenuRecord:
         graph: of the ops of stages that can run as programs; None for opaque ones.
         opaque: why stages are opaque; empty where they are captured, or that was not tried.
         unread: attributes in which the stages' modules differ, and which their graph does not depend on.
-        gradients_held: the gradients of what the stages return are held by others until their backward is over.
+        gradients_held: the gradients of what some of the stages return are held by others until their backward is over.
+        outputs_held: so is what some of them return.
     """
 
     ops: StageOps
@@ -194,6 +195,7 @@ class MenuRecord:
     opaque: str = ""
     unread: tuple[str, ...] = ()
     gradients_held: bool = False
+    outputs_held: bool = False
 
     def check_positions(self) -> None:
         """Raises ValueError where it refers to an op or a storage that it does not have."""
@@ -226,13 +228,19 @@ class MenuRecord:
         own_bytes = {n: storage.size_bytes for n, storage in exclusive.items() if storage.dies_after_stage}
         measured, replayed = (call_replay(self.graph, order, argument_bytes=own_bytes) for order in (once.runs, runs))
         held = {inputs[number] for number in replayed.arguments if number < len(inputs)}
-        backward_bytes = replayed.above_start_bytes - measured.above_start_bytes
-        if self.gradients_held:  # In some of the stages: it counts where it is more.
-            with_gradients, once_with_gradients = (
-                call_replay(self.graph, order, argument_bytes=own_bytes, gradients_held=True).above_start_bytes
-                for order in (runs, once.runs)
+        backward_bytes = max(
+            after.above_start_bytes - before.above_start_bytes  # Of some of the stages: it counts where it is more.
+            for before, after in (
+                [
+                    call_replay(
+                        self.graph, order, argument_bytes=own_bytes, gradients_held=gradients, outputs_held=outputs
+                    )
+                    for order in (once.runs, runs)
+                ]
+                for gradients in {False, self.gradients_held}
+                for outputs in {False, self.outputs_held}
             )
-            backward_bytes = max(backward_bytes, with_gradients - once_with_gradients)
+        )
         forward_bytes = replayed.forward_peak_bytes - measured.forward_peak_bytes
         return OptionRecord(
             name=name_of_runs(self.graph, runs),
@@ -412,8 +420,6 @@ class Profile:
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
         batch_sized: what takes other bytes on another batch of the same shapes, a line each.
         left_out: blocks that no stage could be made of although they keep much.
-        whole_graph_bytes: where all is in one module, the smallest budget of the same step as one graph of ops
-            (``graph=True``), if it is less than the peak; None where that was not tried, or failed.
         target: what the command line built it from; None for a workload that Python made.
     """
 
@@ -444,7 +450,6 @@ class Profile:
     collective_bytes: Bytes = 0
     allocator_bytes: Bytes = 0
     beside: tuple[tuple[int, Bytes], ...] = ()
-    whole_graph_bytes: Bytes | None = None
     target: TargetRecord | None = None
 
     def __repr__(self) -> str:
@@ -504,12 +509,7 @@ class Profile:
     @classmethod
     def from_document(cls, document: Mapping[str, Any], where: str) -> Profile:
         """Build a profile from its JSON document; ``where`` names it in errors."""
-        if document.get("kind", KIND) != KIND:
-            raise ValueError(
-                f"{where}: expected a profile of stages, got one of a {document['kind']}; profile without graph=True "
-                "(--graph)"
-            )
-        header = ("format", "version", "kind", "fingerprint")
+        header = ("format", "version", "fingerprint")
         data = {key: value for key, value in document.items() if key not in header}
         try:
             profile = from_plain(cls, data)

@@ -1,21 +1,17 @@
 """The replay of a step's ops in some order: the bytes alive in forward and in backward, storage by storage.
 
 A storage is alive from the run that makes it to the last run that reads it, or to the end where it is handed on. What
-is made again is another one from then on. So is what comes back from host memory; what goes there is alive until it may
-be let go of.
+is made again is another one from then on.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from profiler.step_graph import Side, StepGraph
-
-CopyKind = Literal["send", "release", "fetch"]
+from profiler.step_graph import StepGraph
 
 
 class StepRuns(NamedTuple):
@@ -29,24 +25,6 @@ class StepRuns(NamedTuple):
         """Ordinals of the ops that run more than once, in the order of their first runs: how often beyond that."""
         counts = Counter([*self.forward, *self.backward])
         return Counter({ordinal: count - 1 for ordinal, count in counts.items() if count > 1})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCopy:
-    """What happens to a storage that is in host memory meanwhile, between the runs of a side.
-
-    Attributes:
-        kind: ``send`` begins the copy to host memory; ``release`` waits until it is done, and lets go of the storage on
-            the device; ``fetch`` takes it there again and begins the copy back, for which who reads it then waits.
-        storage: its position in ``StepGraph.storages``.
-        side: of the runs.
-        before: position of the run that comes next; how many there are where none does.
-    """
-
-    kind: CopyKind
-    storage: int
-    side: Side
-    before: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,46 +69,25 @@ def runs_once(step: StepGraph) -> StepRuns:
     return StepRuns(forward, tuple(k for k, op in enumerate(step.ops) if op.side == "backward"))
 
 
-Run = TypeVar("Run")
-
-
-def with_copies(runs: Sequence[Run], side: Side, copies: Iterable[StepCopy]) -> Iterator[Run | StepCopy]:
-    """Runs of a side and the copies between them, in their order."""
-    before: dict[int, list[StepCopy]] = {}
-    for copy in copies:
-        if copy.side == side:
-            before.setdefault(copy.before, []).append(copy)
-    for place, run in enumerate(runs):
-        yield from before.get(place, ())
-        yield run
-    yield from before.get(len(runs), ())
-
-
 def replay_step(
-    step: StepGraph, runs: StepRuns, *, held: bool, copies: Sequence[StepCopy] = (), gradients_held: bool = False
+    step: StepGraph, runs: StepRuns, *, gradients_held: bool = False, outputs_held: bool = False
 ) -> StepReplay:
     """The bytes of an order of runs.
 
     Args:
         step: what its ops read, make and take.
         runs: what runs when; who reads a storage comes after who makes it.
-        held: whoever calls forward holds what it returns through backward, where it is not counted then.
-        copies: what is in host memory meanwhile, where it does not count. What comes back is read on the same side.
         gradients_held: others hold the gradients that backward begins with until it ends.
+        outputs_held: others hold what forward returned until then.
     """
-    sizes, sides = _sizes(step), _sides(step, runs, copies, held, gradients_held)
+    sizes = [storage.size_bytes for storage in step.storages] + [op.state_bytes for op in step.ops]
+    sides = _sides(step, runs, gradients_held, outputs_held)
     return StepReplay(
         forward=_replay(*sides.forward, sizes),
         backward=_replay(*sides.backward, sizes),
         handed=sides.handed,
         between_bytes=sum(sizes[s] for s in sides.handed | _returned(step)),
     )
-
-
-def _sizes(step: StepGraph) -> list[int]:
-    """Of storages, behind them of the random states of ops, and behind these of what stands for copies on the host."""
-    on_device = [storage.size_bytes for storage in step.storages] + [op.state_bytes for op in step.ops]
-    return on_device + [0] * len(step.storages)
 
 
 def _returned(step: StepGraph) -> frozenset[int]:
@@ -153,140 +110,47 @@ class _Sides(NamedTuple):
     handed: frozenset[int]
 
 
-def _sides(
-    step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy], held: bool, gradients_held: bool = False
-) -> _Sides:
+def _sides(step: StepGraph, runs: StepRuns, gradients_held: bool, outputs_held: bool) -> _Sides:
     storages = [*enumerate(step.storages)]
     of_loss = frozenset(s for s, storage in storages if storage.of_loss)
     gradients = frozenset(s for s, storage in storages if storage.gradient)
     written = frozenset(s for s, storage in storages if storage.written)
-    forward, backward = _runs_of(step, runs, copies)
+    forward, backward = _runs_of(step, runs)
     made = {s for run in backward for s in run.makes}
     handed = frozenset(_read_first(backward) - of_loss | (gradients - made))
-    returned = _returned(step)
-    taken = handed - returned if held else handed
+    held = (of_loss if gradients_held else frozenset()) | (_returned(step) & handed if outputs_held else frozenset())
     return _Sides(
-        forward=_SideRuns(forward, frozenset(), returned | written | handed),
-        backward=_SideRuns(backward, taken | of_loss, gradients | of_loss if gradients_held else gradients),
+        forward=_SideRuns(forward, frozenset(), _returned(step) | written | handed),
+        backward=_SideRuns(backward, handed | of_loss, gradients | held),
         handed=handed,
     )
 
 
-class AliveStorage(NamedTuple):
-    """A storage that is alive during a run.
-
-    Attributes:
-        number: of the storage; of a random state the number of storages and the ordinal of the op that drew from it.
-        size_bytes: of it.
-        taken: it was there as the side began.
-        again: the run that made it was not its op's first.
-    """
-
-    number: int
-    size_bytes: int
-    taken: bool
-    again: bool
-
-
-def alive_during(
-    step: StepGraph,
-    runs: StepRuns,
-    side: Side,
-    place: int,
-    *,
-    held: bool,
-    copies: Sequence[StepCopy] = (),
-    after: bool = False,
-) -> list[AliveStorage]:
-    """What is alive while a run of a side runs, what it makes included; with its transient bytes that is its peak.
-
-    Args:
-        step, runs, held, copies: as for ``replay_step``.
-        side: which of both.
-        place: of the run among those of its side.
-        after: what is alive as the next one begins instead.
-    """
-    turns = alive_during_each(step, runs, side, held=held, copies=copies, after=after)
-    return next(itertools.islice(turns, place, None))
-
-
-def alive_during_each(
-    step: StepGraph,
-    runs: StepRuns,
-    side: Side,
-    *,
-    held: bool,
-    copies: Sequence[StepCopy] = (),
-    after: bool = False,
-) -> Iterator[list[AliveStorage]]:
-    """The same of every run of a side in turn, by one replay."""
-    sides = _sides(step, runs, copies, held)
-    of_side = sides.forward if side == "forward" else sides.backward
-    alive: dict[int, tuple[bool, bool]] = dict.fromkeys(of_side.taken, (True, False))
-    ran = set[int]() if side == "forward" else set(runs.forward)
-    dying, sizes = _dying(*of_side), _sizes(step)
-    begun = False
-
-    def on_device() -> list[AliveStorage]:
-        numbers = [each for each in alive if each < len(step.storages) + len(step.ops)]
-        return [AliveStorage(storage, sizes[storage], *alive[storage]) for storage in numbers]
-
-    for number, run in enumerate(of_side.runs):
-        if after and begun and run.ordinal is not None:
-            yield on_device()
-        alive.update((storage, (False, run.ordinal in ran)) for storage in run.makes)
-        if run.ordinal is not None:
-            ran.add(run.ordinal)
-            begun = True
-            if not after:
-                yield on_device()
-        for storage in dying[number]:
-            alive.pop(storage, None)
-    if after and begun:
-        yield on_device()
-
-
 class _Run(NamedTuple):
-    """Of an op, or a copy, which has no ordinal."""
+    """What a run reads and makes; random states are storages behind those of the step, one of each op."""
 
-    ordinal: int | None
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     transient_bytes: int = 0
 
 
-def _runs_of(step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy]) -> tuple[list[_Run], list[_Run]]:
-    """What runs read and make; random states are storages that an op's first run makes, and its other runs read.
-
-    Copies are runs, too: one to the host makes something without bytes, which the copies back read.
-    """
+def _runs_of(step: StepGraph, runs: StepRuns) -> tuple[list[_Run], list[_Run]]:
+    """What runs read and make; random states are storages that an op's first run makes, and its other runs read."""
     counts = Counter([*runs.forward, *runs.backward])
     ran: set[int] = set()
 
-    def run_of(item: int | StepCopy) -> _Run:
-        if isinstance(item, StepCopy):
-            return _copy_run(item, len(step.storages) + len(step.ops))
-        op, state = step.ops[item], len(step.storages) + item
-        again = item in ran
-        ran.add(item)
+    def run_of(ordinal: int) -> _Run:
+        op, state = step.ops[ordinal], len(step.storages) + ordinal
+        again = ordinal in ran
+        ran.add(ordinal)
         makes = tuple(s for s in op.makes if s not in op.once_makes) if again else op.makes
-        if not op.state_bytes or counts[item] == 1:
-            return _Run(item, op.reads, makes, op.transient_bytes)
+        if not op.state_bytes or counts[ordinal] == 1:
+            return _Run(op.reads, makes, op.transient_bytes)
         if again:  # The generator's own state is kept meanwhile.
-            return _Run(item, (*op.reads, state), makes, op.transient_bytes + op.state_bytes)
-        return _Run(item, op.reads, (*makes, state), op.transient_bytes)
+            return _Run((*op.reads, state), makes, op.transient_bytes + op.state_bytes)
+        return _Run(op.reads, (*makes, state), op.transient_bytes)
 
-    forward = [*map(run_of, with_copies(runs.forward, "forward", copies))]
-    return forward, [*map(run_of, with_copies(runs.backward, "backward", copies))]
-
-
-def _copy_run(copy: StepCopy, first_host: int) -> _Run:
-    device, host = (copy.storage,), (first_host + copy.storage,)
-    if copy.kind == "send":
-        return _Run(None, device, host)
-    if copy.kind == "fetch":
-        return _Run(None, host, device)
-    return _Run(None, (*device, *host), ())
+    return [*map(run_of, runs.forward)], [*map(run_of, runs.backward)]
 
 
 def _read_first(runs: Iterable[_Run]) -> set[int]:
@@ -306,11 +170,9 @@ def _replay(runs: Sequence[_Run], taken: Collection[int], ends: Collection[int],
     after: list[int] = []
     for place, run in enumerate(runs):
         alive += sum(sizes[storage] for storage in run.makes)
-        if run.ordinal is not None:  # What a copy takes is there in the run that comes next, too.
-            peaks.append(alive + run.transient_bytes)
+        peaks.append(alive + run.transient_bytes)
         alive -= sum(sizes[storage] for storage in dying[place])
-        if run.ordinal is not None:
-            after.append(alive)
+        after.append(alive)
     return SideReplay(peaks=tuple(peaks), alive=tuple(after), start_bytes=start, end_bytes=alive)
 
 

@@ -14,22 +14,7 @@ from benchmarks.evidence.states import RESULTS, result_of, state_of
 from benchmarks.evidence.wording import of
 
 MODELS = ("gpt2", "bert", "llama", "resnet50", "unet")
-STAGE_TABLES, GRAPH_TABLES = (
-    ("peers", "peers-models"),
-    (
-        "graph-partitions",
-        "graph-partitions-more",
-        "graph-partitions-inductor",
-    ),
-)
-HEADINGS = {
-    "peers": "Plans of stages, gpt2 and MindSpore's blocks",
-    "peers-models": "Plans of stages, five models",
-    "graph-partitions": "Plans of single ops, gpt2, bert and unet",
-    "graph-partitions-more": "Plans of single ops, llama and resnet50",
-    "graph-partitions-inductor": "Plans of single ops compiled by Inductor, gpt2",
-}
-MIB = 2**20
+HEADINGS = {"peers": "gpt2 and MindSpore's blocks", "peers-models": "Five models"}
 
 INTRO = """
 What else saves activation memory in PyTorch, on the same models, at the same measured peak. Every row gives our
@@ -97,20 +82,12 @@ ABILITIES = (
         "offload",
     ),
     (
-        "planner, stages",
+        "planner",
         "solver with a bound, or rules by hand",
         "true peak, in bytes",
-        "a block, or the ops in it",
+        "a block, or the ops in it and their order",
         "eager; any loop",
-        "offload, several ranks, Trainer, batch search",
-    ),
-    (
-        "planner, single ops",
-        "solver with a bound, or rules by hand",
-        "true peak, in bytes",
-        "an op, and their order",
-        "`torch.compile` of one graph",
-        "offload, Inductor",
+        "offload, Inductor, several ranks, Trainer, batch search",
     ),
 )
 
@@ -150,27 +127,23 @@ def why_slower(ratio: float, noise: float, row: dict[str, Any]) -> str:
         return "" if ratio == ratio else "no plan of ours fits"
     if ratio - 1 <= noise:
         return f"within {100 * noise:.0f} %, as far as rows differ where nothing runs again"
-    predicted, theirs = row.get("plan_predicted_slowdown"), row.get("peer_slowdown")
-    if predicted is None or pd.isna(predicted):
-        return "beyond the noise; what was predicted is not in this table"
-    if predicted <= (theirs or 0):
+    predicted = row["plan_predicted_slowdown"]
+    if predicted <= row["peer_slowdown"]:
         return f"predicted {predicted:.2f} of the plain step, took longer: what runs again costs more than measured"
     gap = f"{row['plan_gap']:.1%} above its bound"
     return f"no better plan of stages was found: {predicted:.2f} of the plain step predicted, {gap}"
 
 
 def _coverage(folder: Path) -> str:
-    stages, graphs = _frame(STAGE_TABLES, folder), _frame(GRAPH_TABLES, folder)
+    frame = _frame(tuple(HEADINGS), folder)
     ways = {
-        "`torch.utils.checkpoint`, every block": _count(stages, peer="checkpoint"),
-        "selective checkpointing": _count(stages, peer="selective checkpoint"),
-        "transformers' gradient checkpointing": _count(stages, peer="transformers"),
-        "torch_remat": _count(stages, peer="torch_remat"),
-        "ckptplan": _count(stages, peer="ckptplan"),
+        "`torch.utils.checkpoint`, every block": _count(frame, peer="checkpoint"),
+        "selective checkpointing": _count(frame, peer="selective checkpoint"),
+        "transformers' gradient checkpointing": _count(frame, peer="transformers"),
+        "torch_remat": _count(frame, peer="torch_remat"),
+        "ckptplan": _count(frame, peer="ckptplan"),
         "Rockmate": {},
-        "`activation_memory_budget`, against plans of stages": _count(stages, peer="memory budget"),
-        "the same, against plans of single ops": _count(graphs, backend="eager"),
-        "the same, compiled by Inductor on both sides": _count(graphs, backend="inductor"),
+        "`activation_memory_budget`": _count(frame, peer="memory budget"),
     }
     rows = [
         f"| {way} | " + " | ".join(str(counts.get(name) or "–") for name in MODELS) + " |"
@@ -196,20 +169,16 @@ def _frame(names: tuple[str, ...], folder: Path) -> pd.DataFrame:
 
 
 def _measured(folder: Path) -> Iterator[str]:
-    for name in (*STAGE_TABLES, *GRAPH_TABLES):
+    for name, heading in HEADINGS.items():
         benchmark = BENCHMARKS[name]
         (table,) = benchmark.tables
         result = result_of(table, folder)
-        title = f"## {HEADINGS[name]}"
+        yield f"## {heading}"
         if not result.exists:
-            yield title
             yield f"Not measured yet: `{benchmark.command}`."
             continue
-        frame: Any = result.frame()
-        stages = "peer_peak_MiB" in frame
-        rows = _stage_rows(frame) if stages else _graph_rows(frame)
+        rows = _rows(result.frame())
         ratios = pd.Series([row[-2] for row in rows], dtype=float)
-        yield title
         yield _wrapped(
             f"As fast or faster in {of(int((ratios <= 1).sum()), len(ratios))} rows. `{result.command}`, "
             f"{result.date}, {result.fact('hardware')}: [{name}](../benchmarks/results/{name}.md)."
@@ -219,7 +188,7 @@ def _measured(folder: Path) -> Iterator[str]:
         yield _table(columns, [(*row[:-2], f"{row[-2]:.3f}", row[-1]) for row in rows])
 
 
-def _stage_rows(frame: Any) -> list[tuple[Any, ...]]:
+def _rows(frame: Any) -> list[tuple[Any, ...]]:
     plain = frame[frame.peer == "plain"]
     noise = (plain.plan_over_peer - 1).abs().max() if len(plain) else 0.0
     return [
@@ -230,22 +199,6 @@ def _stage_rows(frame: Any) -> list[tuple[Any, ...]]:
             f"{row['plan_peak_MiB']:.1f}",
             row["plan_over_peer"],
             why_slower(row["plan_over_peer"], noise, row),
-        )
-        for row in frame.to_dict("records")
-    ]
-
-
-def _graph_rows(frame: Any) -> list[tuple[Any, ...]]:
-    kept = frame[frame.ours == "keeps everything"]
-    noise = (kept.ours_over_theirs - 1).abs().max() if len(kept) else 0.0
-    return [
-        (
-            row["model"],
-            f"{row['partition']}{'' if row['ours'] == 'same peak' else ', ours: ' + row['ours']}",
-            f"{row['peak_bytes'] / MIB:.1f}",
-            f"{row['our_peak_bytes'] / MIB:.1f}",
-            row["ours_over_theirs"],
-            why_slower(row["ours_over_theirs"], noise, row),
         )
         for row in frame.to_dict("records")
     ]

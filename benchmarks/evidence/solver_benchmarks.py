@@ -1,98 +1,9 @@
-"""The list of benchmarks of solvers, of plans of single ops, and of torch's own ways beside them."""
+"""The list of benchmarks of solvers, and of torch's own ways beside plans."""
 
 from __future__ import annotations
 
 from benchmarks.evidence import solver_tables as says
 from benchmarks.evidence.listing import Benchmark, Table, Topic
-from benchmarks.evidence.training_tables import graph_fuzz
-
-GRAPHS = Topic(
-    heading="Plans of single ops",
-    benchmarks=(
-        Benchmark(
-            name="graph-fidelity",
-            module="benchmarks.graph_fidelity",
-            full="--seconds 4",
-            quick="--seconds 1 --models branches",
-            minutes=20,
-            tables=(
-                Table(
-                    name="graph-fidelity",
-                    what="peaks: gpt2, bert, vit, llama, t5, resnet50, unet, densenet, shifted windows, two branches, "
-                    "6 "
-                    "budgets each from the unplanned peak to the smallest",
-                    says=says.graph_peaks,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="graph-fidelity-inductor",
-            module="benchmarks.graph_fidelity",
-            full="--backend inductor --seconds 4 --models densenet",
-            quick=None,  # compiles for minutes
-            minutes=20,
-            tables=(
-                Table(
-                    name="graph-fidelity-inductor",
-                    what="the same compiled by Inductor, after as many solves as it takes: densenet",
-                    says=says.graph_peaks,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="graph-fuzz",
-            module="benchmarks.graph_fuzz",
-            full="--count 1000 --seed 15 --jobs 2",
-            quick="--count 4 --seed 15",
-            minutes=25,
-            tables=(Table(name="graph-fuzz", what="generated programs, planned op by op", says=graph_fuzz),),
-        ),
-        Benchmark(
-            name="graph-stages",
-            module="benchmarks.graph_stages",
-            full="--seconds 10",
-            quick="--seconds 1 --rounds 1 --models branches",
-            minutes=30,
-            tables=(
-                Table(
-                    name="graph-stages",
-                    what="against plans of stages at 5 budgets each: densenet, unet, windows, branches, gpt2, bert",
-                    says=says.graph_stages,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="graph-planning",
-            module="benchmarks.graph_planning",
-            full="--seconds 10",
-            quick="--seconds 1 --models windows",
-            minutes=20,
-            tables=(
-                Table(
-                    name="graph-planning",
-                    what="from a model to a plan: profile, then 10 s of search per budget",
-                    says=says.graph_planning,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="graph-planning-60s",
-            module="benchmarks.graph_planning",
-            full="--models resnet50 swin convnext whisper t5",
-            quick=None,  # as graph-planning, for longer
-            minutes=25,
-            tables=(
-                Table(
-                    name="graph-planning-60s",
-                    written_as="graph-planning",
-                    what="the same, up to a minute of search per budget: transformers' Swin, ConvNeXt and Whisper, "
-                    "resnet50, t5",
-                    says=says.graph_planning,
-                ),
-            ),
-        ),
-    ),
-)
 
 PEERS = Topic(
     heading="Beside torch's own ways",
@@ -127,52 +38,6 @@ PEERS = Topic(
                     what="the same with transformers' gradient checkpointing, torch_remat, and torch's default solver "
                     "at three settings: gpt2, bert, llama, resnet50, unet",
                     says=says.torch_ways,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="graph-partitions",
-            module="benchmarks.graph_partitions",
-            full="--models gpt2 bert unet --rounds 9 --seconds 5",
-            quick="--models gpt2 --rounds 1 --seconds 1 --solvers dp --budgets 0.5",
-            minutes=40,
-            tables=(
-                Table(
-                    name="graph-partitions",
-                    what="plans of single ops against `activation_memory_budget` with five solvers at three settings, "
-                    "at "
-                    "equal measured peak, the ops run as they are on both sides: gpt2, bert, unet",
-                    says=says.partitions,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="graph-partitions-more",
-            module="benchmarks.graph_partitions",
-            full="--models llama resnet50 --rounds 9 --seconds 5",
-            quick=None,  # as graph-partitions
-            minutes=30,
-            tables=(
-                Table(
-                    name="graph-partitions-more",
-                    written_as="graph-partitions",
-                    what="the same: llama, resnet50",
-                    says=says.partitions,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="graph-partitions-inductor",
-            module="benchmarks.graph_partitions",
-            full="--backend inductor --models gpt2 --solvers dp greedy --budgets 0.1 0.5 --rounds 9 --seconds 5",
-            quick=None,  # compiles for minutes
-            minutes=30,
-            tables=(
-                Table(
-                    name="graph-partitions-inductor",
-                    what="the same compiled by Inductor on both sides: gpt2, two solvers at two settings, torch's "
-                    "default",
-                    says=says.partitions,
                 ),
             ),
         ),

@@ -1,4 +1,4 @@
-"""What the tables say of solvers, of plans of single ops, and of torch's own ways."""
+"""What the tables say of solvers, and of torch's own ways."""
 
 from __future__ import annotations
 
@@ -62,54 +62,6 @@ def oracle(frame: Frame) -> str:
     """Graph methods against the exhaustive search."""
     right = int((frame.verdict == "never wrong").sum())
     return f"{of(right, len(frame))} methods never wrong, on {frame.instances.max():,} problems"
-
-
-def graph_peaks(frame: Frame) -> str:
-    """Predicted against measured peaks of plans of single ops."""
-    known = frame[frame.measured_peak_bytes.notna()]
-    equal = int((known.error_percent == 0).sum())
-    over = int(known.over_budget.astype(str).eq("True").sum())
-    rest = "" if equal == len(known) else f", the others within {known.error_percent.abs().max():.2g} %"
-    refused = len(frame) - len(known)
-    more = f"; {refused} of {len(frame)} budgets refused, in words" if refused else ""
-    return f"{of(equal, len(known))} plans equal to the byte{rest}; {over or 'none'} above the budget{more}"
-
-
-def graph_stages(frame: Frame) -> str:
-    """Plans of single ops against plans of stages."""
-    smallest = frame.groupby("model").first()
-    lower = 100 * (1 - smallest.graph_smallest_bytes / smallest.stages_smallest_bytes)
-    dear = frame[frame.stages_slowdown > 1.1]
-    half = int(((dear.graph_slowdown - 1) <= (dear.stages_slowdown - 1) / 2).sum())
-    return (
-        f"smallest budgets {span(lower, '.0f')} % lower; at most half of the extra time at {of(half, len(dear))} "
-        f"budgets "
-        f"where stages take above 10 %; slower in {of(int((frame.graph_over_stages > 1).sum()), len(frame))}"
-    )
-
-
-def graph_planning(frame: Frame) -> str:
-    """Gaps to the bound after a limited search."""
-    roomy, smallest = frame[frame.share_of_range > 0], frame[frame.share_of_range == 0]
-    worst = roomy.groupby("model").gap_percent.max().sort_values()
-    return (
-        f"gaps to the bound at 20 to 80 % of the range at most {worst.iloc[-1]:.2g} % ({worst.index[-1]}), "
-        f"{worst.iloc[-2]:.2g} % for all others; at the smallest budget {span(smallest.gap_percent)} %; the largest, "
-        f"of "
-        f"{frame.ops.max():,} ops, is profiled in {frame.profile_seconds[frame.ops.idxmax()]:.0f} s"
-    )
-
-
-def partitions(frame: Frame) -> str:
-    """Plans of single ops against torch's own partitions."""
-    same = frame[frame.ours == "same peak"]
-    known = same[same.ours_over_theirs.notna()]
-    below = 100 * (1 - known.smallest_bytes / known.groupby("model").peak_bytes.transform("min"))
-    return (
-        f"as fast or faster in {of(int((known.ours_over_theirs <= 1).sum()), len(same))} rows, "
-        f"{span(known.ours_over_theirs, '.2f')} of their time; the smallest peak that they reach is undercut by "
-        f"{span(below, '.0f')} %"
-    )
 
 
 def torch_ways(frame: Frame) -> str:

@@ -38,6 +38,22 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="graph-fidelity",
+            module="benchmarks.graph_fidelity",
+            full="",
+            quick="--models branches",
+            minutes=15,
+            tables=(
+                Table(
+                    name="graph-fidelity",
+                    what="peaks and values, chains and networks that are none: gpt2, bert, vit, llama, t5, resnet50, "
+                    "unet, densenet, shifted windows, two branches, 6 budgets each from the unplanned peak to the "
+                    "smallest",
+                    says=says.peaks_and_values,
+                ),
+            ),
+        ),
+        Benchmark(
             name="model-states",
             module="benchmarks.model_states",
             full="",

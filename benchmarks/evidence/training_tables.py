@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.evidence.wording import Frame, against_plain, of, percent, span
+from benchmarks.evidence.wording import Frame, against_plain, of, percent, predicted_peaks, span
+
+
+def peaks_and_values(frame: Frame) -> str:
+    """Predicted against measured peaks, and whether loss and gradients are those of the unplanned step."""
+    same = int(frame.as_unplanned.astype(bool).sum())
+    return f"{predicted_peaks(frame)}; loss and gradients of {of(same, len(frame))} bit for bit the unplanned ones"
 
 
 def model_states(frame: Frame) -> str:
@@ -70,15 +76,6 @@ def fuzz(frame: Frame) -> str:
     return (
         f"{row.wrong} silently wrong, {row.crash} crashed, {row.over} above the budget without having said so, of "
         f"{row.cases:,}; {row.refused} refused, in words ({percent(row.refused / ran)} of those that ran with a plan)"
-    )
-
-
-def graph_fuzz(frame: Frame) -> str:
-    """Generated programs, planned op by op."""
-    row = frame.iloc[0]
-    return (
-        f"{of(row.passed, row.programs)} passed, {row.refused} refused in words; {row.wrong} wrong, {row.over} above "
-        f"the budget; {of(row['bytes equal'], row.plans)} plans equal to the byte, {row['bytes below']} below"
     )
 
 

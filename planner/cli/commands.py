@@ -162,12 +162,11 @@ def train_command(
             help="Instead of a plan: profile, and solve for this budget, first.",
         ),
     ] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="With --budget: plan single ops, instead of stages.")] = False,
     backend: Annotated[
         str,
         typer.Option(
             metavar="eager|inductor",
-            help="Of a plan of single ops: run the ops as they are, or let Inductor compile them.",
+            help="How the programs of captured stages run: op by op, or compiled by Inductor.",
         ),
     ] = "eager",
     settings: Settings = None,
@@ -196,7 +195,7 @@ def train_command(
 
     with on_ranks(engine):
         run_train(
-            PlanRequest(file=plan, budget=budget, graph=graph, backend=backend_named(backend)),
+            PlanRequest(file=plan, budget=budget, backend=backend_named(backend)),
             TargetRequest(text=target, settings=settings, device=device, trust=trust),
             lambda chosen: workload_of(chosen, engine),
             steps=steps,
@@ -221,7 +220,6 @@ def compare_command(
     time_limit: Annotated[
         float, typer.Option(callback=time_limit_callback, help="Seconds for ilp and auto.")
     ] = COMPARE_SECONDS,
-    graph: Annotated[bool, typer.Option("--graph", help="Also a plan of single ops.")] = False,
     report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -238,10 +236,7 @@ def compare_command(
         workload = workload_of(TargetRecord.given(target, settings, device))
         measured = profile(workload, progress=progress)
         budget_bytes = parse_bytes(budget, whole_bytes=measured.unplanned_peak_bytes)
-        ops = profile(workload, graph=True, progress=progress) if graph else None
-        rows = compare_solvers(
-            workload, measured, budget_bytes, graph=ops, time_limit_seconds=time_limit, progress=progress
-        )
+        rows = compare_solvers(workload, measured, budget_bytes, time_limit_seconds=time_limit, progress=progress)
     if as_json:
         show_json(documents.comparison_document(measured, budget_bytes, rows))
     else:
@@ -315,7 +310,7 @@ def explain_command(
 
 @app.command("demo")
 def demo_command(as_json: AsJson = False) -> None:
-    """Profile, plan and train a GPT-2 on the CPU, draw its Pareto curve, and plan a DenseNet by stages and by ops."""
+    """Profile, plan and train a GPT-2 on the CPU, and draw its Pareto curve."""
     from planner.cli.demo import run_demo
 
     found = run_demo()

@@ -1,4 +1,4 @@
-"""The demo: a GPT-2 profiled, planned, trained with and without the plan, its curve drawn; then both kinds of plans."""
+"""The demo: a GPT-2 profiled, planned, trained with and without the plan, and its curve drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
 from planner.cli.comparison_tables import frontier_report
-from planner.cli.demo_both_kinds import densenet, run_both_kinds
 from planner.cli.shell import show, working
 from planner.cli.solution_summary import summary_of_plan
 from planner.cli.tables import solution_report
@@ -40,12 +39,8 @@ class _Trained(NamedTuple):
     parameters: list[torch.Tensor]
 
 
-def run_demo(
-    folder: Path = FOLDER,
-    build: Callable[[], Workload] = lambda: zoo.build("gpt2"),
-    build_no_chain: Callable[[], Workload] = densenet,
-) -> dict[str, Any]:
-    """The whole way on a real model, printed as it goes, and on a network that is no chain with both kinds of plans.
+def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.build("gpt2")) -> dict[str, Any]:
+    """The whole way on a real model, printed as it goes.
 
     Returns:
         The same as plain data.
@@ -77,7 +72,6 @@ def run_demo(
     show(_outcome(plan, plain, planned, seconds))
     _check_same(plain, planned)
     picture = _draw(measured, frame, plan, folder)
-    show("\n5. Both kinds of plans on a DenseNet, which is no chain")
     return {
         "status": "trained",
         "plan": summary_of_plan(plan).to_document(),
@@ -85,7 +79,6 @@ def run_demo(
         "unplanned": {"measured_peak_bytes": plain.peak_bytes, "measured_seconds": seconds["without"]},
         "planned": {"measured_peak_bytes": planned.peak_bytes, "measured_seconds": seconds["with"]},
         "picture": str(picture),
-        "both_kinds": run_both_kinds(build_no_chain),
     }
 
 

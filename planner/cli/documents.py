@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.refusals import NoPlan
 from planner.training.oom_report import failure_document
-from profiler.graph_profile import GraphProfile
 from profiler.records import OpRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import OutOfMemory, TrainingInterrupted, TrainingRun
 
-_OF_STAGES = ("fingerprint", "frugal", "unsteady", "left_out")
 _UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "recomputed_seconds")
 
 
@@ -49,25 +46,20 @@ def refusal_document(
     }
 
 
-def profile_document(
-    profile: Profile | GraphProfile, path: Path, parts: Mapping[str, Sequence[Any]] | None = None
-) -> dict[str, Any]:
+def profile_document(profile: Profile, path: Path, parts: Mapping[str, Sequence[Any]] | None = None) -> dict[str, Any]:
     """What ``profile --json`` says: the step and its stages in short, and where all of it is.
 
     Args:
-        profile: of stages or of a graph.
+        profile: of one step.
         path: its file.
         parts: records to add, by their key.
     """
     kept = ("model_class", "device", "device_name", "torch_version", "precision", "target", "input_shapes")
     measured = ("unplanned_peak_bytes", "unplanned_seconds", "evaluations", "resident", "optimizer")
-    plain = {name: msgspec.to_builtins(getattr(profile, name)) for name in (*kept, *measured)}
+    found = ("fingerprint", "frugal", "unsteady", "left_out")
+    plain = {name: msgspec.to_builtins(getattr(profile, name)) for name in (*kept, *measured, *found)}
     document = {"status": "profiled", "file": str(path), **plain, "resident_bytes": profile.resident.total}
-    if isinstance(profile, Profile):
-        document |= {name: msgspec.to_builtins(getattr(profile, name)) for name in _OF_STAGES}
-        document["stages"] = [_stage_document(stage) for stage in profile.stages]
-    else:
-        document["ops"] = len(profile.graph.ops)
+    document["stages"] = [_stage_document(stage) for stage in profile.stages]
     return document | {key: [_plain(record) for record in records] for key, records in (parts or {}).items()}
 
 
@@ -167,7 +159,7 @@ def _finite(losses: Sequence[float]) -> list[float | None]:
     return [loss if math.isfinite(loss) else None for loss in losses]  # JSON knows no NaN
 
 
-def lost_training_document(plan: Plan | GraphPlan, failure: OutOfMemory) -> dict[str, Any]:
+def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
     last = failure.reports[-1]
     return {
@@ -182,7 +174,7 @@ def lost_training_document(plan: Plan | GraphPlan, failure: OutOfMemory) -> dict
     }
 
 
-def failed_rank_document(plan: Plan | GraphPlan, failure: Exception) -> dict[str, Any]:
+def failed_rank_document(plan: Plan, failure: Exception) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out on one of several ranks."""
     return {
         **_out_of_memory(plan),
@@ -196,7 +188,7 @@ def failed_rank_document(plan: Plan | GraphPlan, failure: Exception) -> dict[str
     }
 
 
-def _out_of_memory(plan: Plan | GraphPlan) -> dict[str, Any]:
+def _out_of_memory(plan: Plan) -> dict[str, Any]:
     unknown = ("measured_peak_bytes", "allocated_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds")
     return {
         "status": "out_of_memory",

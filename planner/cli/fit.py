@@ -19,10 +19,8 @@ from profiler.target_record import TargetRecord
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.plans.graph_plan import GraphPlan
     from planner.plans.plan import Plan
     from planner.training.training import TrainingRun
-    from profiler.graph_profile import GraphProfile
     from profiler.records import Profile
     from profiler.workload.workload import Workload
 
@@ -33,7 +31,6 @@ def fit_command(
     settings: Settings = None,
     device: Device = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps under the plan.")] = 3,
-    graph: Annotated[bool, typer.Option("--graph", help="Plan single ops, instead of stages.")] = False,
     headroom: HeadroomText = None,
     folder: Annotated[
         Path,
@@ -54,18 +51,17 @@ def fit_command(
 
     check_alone("fit", "planner train TARGET --budget B --shard ddp is for several")
     given = TargetRecord.given(target, settings, device)
-    profile_path = profile_file(given, folder, graph=graph)
+    profile_path = profile_file(given, folder)
     check_folder(profile_path)
-    workload, profile = _profiled(given, profile_path, graph=graph)
+    workload, profile = _profiled(given, profile_path)
     plan = _solved(profile, budget, profile_path, headroom or 0, as_json=as_json)
-    ending = "graph.plan.json" if graph else "plan.json"
-    plan_path = default_file(given, ending, folder, format=PLAN_FORMAT, budget_bytes=plan.budget_bytes)
+    plan_path = default_file(given, "plan.json", folder, format=PLAN_FORMAT, budget_bytes=plan.budget_bytes)
     plan.save(plan_path)
     page = None if no_report else plan_path.with_suffix(".html")
     if not as_json:
         show(_unplanned(plan))
     run = run_train(
-        PlanRequest(file=plan_path, budget=None, graph=False),
+        PlanRequest(file=plan_path, budget=None),
         TargetRequest(text=target, settings=settings, device=device),
         lambda _: workload,
         steps=steps,
@@ -79,17 +75,15 @@ def fit_command(
     say_written(profile_path, plan_path)
 
 
-def _profiled(target: TargetRecord, path: Path, *, graph: bool) -> tuple[Workload, Profile | GraphProfile]:
+def _profiled(target: TargetRecord, path: Path) -> tuple[Workload, Profile]:
     with working() as progress:
         workload = workload_of(target)
-        measured = profile_of_target(workload, target, progress, graph=graph)
+        measured = profile_of_target(workload, target, progress)
     measured.save(path)
     return workload, measured
 
 
-def _solved(
-    profile: Profile | GraphProfile, budget: str, path: Path, headroom: str | int, *, as_json: bool
-) -> Plan | GraphPlan:
+def _solved(profile: Profile, budget: str, path: Path, headroom: str | int, *, as_json: bool) -> Plan:
     """The plan; where there is none, the profile is there to be solved for another budget."""
     from planner.cli.problem_solving import refusal_of
     from planner.plans.refusals import NoPlan
@@ -105,7 +99,7 @@ def _solved(
         raise
 
 
-def _unplanned(plan: Plan | GraphPlan) -> RenderableType:
+def _unplanned(plan: Plan) -> RenderableType:
     from planner.explain.tables import facts
 
     found = f"{plan.status}, by {plan.solver} in {format_seconds(plan.solve_seconds)}"

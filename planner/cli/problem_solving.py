@@ -8,8 +8,7 @@ from typing import Any
 from planner.cli import chain_solutions, graph_solutions
 from planner.cli.documents import nothing_yet_document, refusal_document
 from planner.cli.options import GRAPH_SECONDS, LARGE_GRAPH_NODES, LARGE_GRAPH_SECONDS
-from planner.cli.solution_summary import SolutionSummary, summary_of_graph_plan, summary_of_plan
-from planner.plans.graph_plan import GraphPlan
+from planner.cli.solution_summary import SolutionSummary, summary_of_plan
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import Interrupted
@@ -18,7 +17,6 @@ from planner.plans.refusals import NoPlan
 from planner.plans.rules import Rules
 from planner.plans.solving import solve
 from planner.plans.stated_plan import state
-from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay
 from solvers.graph.liveness import unplanned_replay
@@ -30,18 +28,12 @@ def stage_level(source: Source, rules: Rules | None) -> Profile:
     """The profile without options inside stages; ValueError for a problem file, or with rules, which may name some."""
     if isinstance(source, Profile) and rules is None:
         return source.stage_level()
-    kinds = "a profile of single ops" if isinstance(source, GraphProfile) else "a problem file"
-    kind = "rules" if rules is not None else kinds
-    raise ValueError(f"--no-menus: expected a profile of stages alone, got {kind}; leave one of them out")
+    kind = "rules" if rules is not None else "a problem file"
+    raise ValueError(f"--no-menus: expected a profile alone, got {kind}; leave one of them out")
 
 
 def check_verifiable(source: Source) -> Profile:
     """The profile, if its plan can be held against its own run; raises ValueError for all else."""
-    if isinstance(source, GraphProfile):
-        raise ValueError(
-            "--verify: expected a profile of stages, got one of a graph; planner.verify in Python takes its plan, "
-            "and planner train measures its run"
-        )
     if isinstance(source, Profile) and source.frugal:
         raise ValueError(
             "--verify: expected the profile of a step that fits without a plan, got one of a step that was never run "
@@ -97,14 +89,10 @@ def solve_source(
     try:
         if rules is not None:
             plan = state(source, rules, budget=budget, **search)
-        elif isinstance(source, GraphProfile):
-            plan = solve(source, _given(budget), offload=offload or Offload(), gap=gap, **search)
         else:
             plan = solve(source, _given(budget), offload=offload or Offload(), **search)
     except Interrupted as stop:
         plan = stop.plan
-    if isinstance(plan, GraphPlan):
-        return summary_of_graph_plan(plan), plan.to_document()
     assert isinstance(plan, Plan)
     return summary_of_plan(plan), plan.to_document()
 
@@ -113,20 +101,20 @@ def _check_options(
     source: Source, *, gap: float | None, rules: Rules | None, offload: Offload | None, headroom: str | None
 ) -> None:
     """Refuse options that this kind of problem does not have."""
-    if rules is not None and not isinstance(source, Profile | GraphProfile):
+    if rules is not None and not isinstance(source, Profile):
         raise ValueError(
             "--rules: expected a profile, whose stages have names, got another file; make one with planner profile"
         )
     if offload is not None and (rules is not None or isinstance(source, Graph)):
         kind = "rules" if rules is not None else "a graph problem"
         raise ValueError(f"--link-gbps and the like: expected a profile or a chain alone, got {kind}; leave them out")
-    if headroom is not None and not isinstance(source, Profile | GraphProfile):
+    if headroom is not None and not isinstance(source, Profile):
         raise ValueError(
             "--headroom: expected a profile, whose device has an allocator, got a problem file; lower the budget"
         )
-    if gap is not None and not isinstance(source, Graph | GraphProfile):
-        kind = "a profile of stages" if isinstance(source, Profile) else "a chain problem"
-        raise ValueError(f"--gap: expected a graph, whose solvers search until then, got {kind}; leave it out")
+    if gap is not None and not isinstance(source, Graph):
+        kind = "a profile" if isinstance(source, Profile) else "a chain problem"
+        raise ValueError(f"--gap: expected a graph problem, whose solvers search until then, got {kind}; leave it out")
 
 
 def _given(budget: str | None) -> str:
@@ -145,10 +133,9 @@ def search_seconds(source: Source, time_limit: float | None, of_graph_seconds: f
         time_limit: as at the command line.
         of_graph_seconds: for a graph without a limit; None as for one solve.
     """
-    if time_limit is not None or not isinstance(source, Graph | GraphProfile):
+    if time_limit is not None or not isinstance(source, Graph):
         return time_limit or 0.0
-    nodes = len(source.nodes) if isinstance(source, Graph) else len(source.graph.ops)
-    return of_graph_seconds or (LARGE_GRAPH_SECONDS if nodes > LARGE_GRAPH_NODES else GRAPH_SECONDS)
+    return of_graph_seconds or (LARGE_GRAPH_SECONDS if len(source.nodes) > LARGE_GRAPH_NODES else GRAPH_SECONDS)
 
 
 def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
@@ -162,7 +149,7 @@ def interrupted_document(source: Source, solver: str) -> dict[str, Any]:
 
 
 def _unplanned(source: Source) -> dict[str, Any]:
-    if isinstance(source, Profile | GraphProfile):
+    if isinstance(source, Profile):
         peak_bytes, seconds = source.unplanned_peak_bytes, source.unplanned_seconds
         resident_bytes = source.resident.total
     else:
@@ -173,7 +160,7 @@ def _unplanned(source: Source) -> dict[str, Any]:
 
 def title_of(source: Source, path: Path) -> str:
     """What a picture of it is headed with."""
-    if isinstance(source, Profile | GraphProfile):
+    if isinstance(source, Profile):
         return f"{source.model_class} on {source.device} ({source.device_name})"
     if isinstance(source, Graph):
         return f"{path.stem}: a graph of {len(source.nodes)} nodes"

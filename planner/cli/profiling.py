@@ -21,9 +21,9 @@ from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.explain.state_table import ModelStates
-    from profiler.graph_profile import GraphProfile
     from profiler.measurement.measuring import Progress
     from profiler.records import Profile
+    from profiler.trace.partition import Stages
     from profiler.workload.workload import Workload
 
 
@@ -33,7 +33,11 @@ def profile_command(
     device: Device = None,
     stages: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN ...", help="Module names, glob patterns or classes; found automatically else."),
+        typer.Option(
+            metavar="whole|PATTERN ...",
+            help="Module names, glob patterns or classes; whole: the model's call is one stage; found automatically "
+            "if unset.",
+        ),
     ] = None,
     rules: RulesFile = None,
     no_menus: Annotated[
@@ -47,9 +51,6 @@ def profile_command(
             help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
         ),
     ] = None,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Forward and backward as one graph of single ops, instead of stages.")
-    ] = False,
     states: Annotated[
         bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
     ] = False,
@@ -73,16 +74,12 @@ def profile_command(
     check_folder(output)
     stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
     given = TargetRecord.given(target, settings, device)
-    path = output or profile_file(given, graph=graph)
+    path = output or profile_file(given)
     check_folder(path)
-    if graph:
-        of_stages = bool(stages or rules or limit or states or ops or no_menus)
-        _profile_graph(given, path, others=of_stages, as_json=as_json)
-        return
     with working() as progress:
         workload = workload_of(given)
         measured = profile(
-            workload, stages=stages or None, menus=not no_menus, rules=stated, limit=limit, progress=progress
+            workload, stages=_stages_of(stages), menus=not no_menus, rules=stated, limit=limit, progress=progress
         )
     measured = replace(measured, target=given)
     if is_first():
@@ -103,6 +100,11 @@ def profile_command(
     say_written(path)
 
 
+def _stages_of(patterns: list[str] | None) -> Stages:
+    """What ``--stages`` asks for: ``whole`` alone is the model's call as one stage."""
+    return "whole" if patterns == ["whole"] else patterns or None
+
+
 def _states_of(workload: Workload) -> ModelStates:
     from planner.explain.state_table import model_states
 
@@ -110,35 +112,11 @@ def _states_of(workload: Workload) -> ModelStates:
         return model_states(workload)
 
 
-def _profile_graph(target: TargetRecord, path: Path, *, others: bool, as_json: bool) -> None:
-    from planner.cli import documents
-    from planner.cli.graph_tables import graph_profile_report
+def profile_of_target(workload: Workload, target: TargetRecord, progress: Progress) -> Profile:
+    """The profile of a target's workload, which records the target."""
     from planner.distributed.collective import profile
 
-    if others:
-        raise ValueError(
-            "--graph: expected it without --stages, --rules, --no-menus, --limit, --states and --ops, which are about "
-            "stages, got one of them; leave it out"
-        )
-    with working() as progress:
-        measured = replace(profile(workload_of(target), graph=True, progress=progress), target=target)
-    if is_first():
-        measured.save(path)
-    if as_json:
-        show_json(documents.profile_document(measured, path))
-    else:
-        show(graph_profile_report(measured))
-    say_written(path)
-
-
-def profile_of_target(
-    workload: Workload, target: TargetRecord, progress: Progress, *, graph: bool
-) -> Profile | GraphProfile:
-    """The profile of a target's workload, of stages or of single ops, which records the target."""
-    from planner.distributed.collective import profile
-
-    measured = profile(workload, graph=True, progress=progress) if graph else profile(workload, progress=progress)
-    return replace(measured, target=target)
+    return replace(profile(workload, progress=progress), target=target)
 
 
 def default_file(target: TargetRecord, ending: str, folder: Path = Path(), **same: Any) -> Path:
@@ -162,6 +140,6 @@ def _has(path: Path, expected: Mapping[str, Any]) -> bool:
     return isinstance(document, dict) and all(document.get(key) == value for key, value in expected.items())
 
 
-def profile_file(target: TargetRecord, folder: Path = Path(), *, graph: bool = False) -> Path:
+def profile_file(target: TargetRecord, folder: Path = Path()) -> Path:
     """Where a profile goes that is given no file."""
-    return default_file(target, "graph.profile.json" if graph else "profile.json", folder, format=FORMAT)
+    return default_file(target, "profile.json", folder, format=FORMAT)

@@ -15,7 +15,6 @@ from planner.cli.shell import check_folder, given_command, is_first, note, say_w
 
 if TYPE_CHECKING:
     from planner.explain.measured_step import MeasuredStep
-    from planner.plans.graph_plan import GraphPlan
     from planner.plans.plan import Plan
     from planner.report.plan_report import MeasuredRun
     from planner.report.results import ResultSection
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def report_command(
-    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that solve wrote, of stages or of single ops.")],
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that solve wrote.")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The page, an .html file; named after the plan if unset.")
     ] = None,
@@ -31,9 +30,6 @@ def report_command(
     settings: Settings = None,
     device: Device = None,
     trust: Trust = False,
-    time_limit: Annotated[
-        float | None, typer.Option(help="Seconds for the other budgets of a plan of single ops; 15 if unset.")
-    ] = None,
     snapshot: SnapshotFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -43,11 +39,10 @@ def report_command(
     frees and costs, where the bytes of the peak come from, what else would help, and the commands to get it again.
     """
     from planner.cli.documents import measured_document
-    from planner.plans.given_sources import plan_from_file
+    from planner.plans.plan import Plan
     from planner.report.commands import commands_of
     from planner.report.page import check_page, write_report
     from planner.report.snapshot import write_snapshot
-    from solvers.problem.number_checks import check_time_limit
 
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure, got it missing; add it, or leave them out")
@@ -55,15 +50,14 @@ def report_command(
     check_folder(page)
     check_page(page)
     check_folder(snapshot)
-    check_time_limit(time_limit)
-    plan = plan_from_file(file)
+    plan = Plan.load(file)
     target = TargetRequest(text=measure, settings=settings, device=device, option="--measure", trust=trust)
     chosen = None if measure is None else target.chosen(plan.target, file)
-    step = None if chosen is None else _measured_step(plan, str(file), chosen)
+    step = None if chosen is None else _measured_step(plan, chosen)
     measured = None if step is None else _measured_run(step)
     commands = () if chosen is None else commands_of(plan, chosen.arguments, file)
     note("writing the report")
-    write_report(plan, page, measured=measured, commands=commands, time_limit_seconds=time_limit, plan_file=file)
+    write_report(plan, page, measured=measured, commands=commands, plan_file=file)
     if snapshot is not None:
         write_snapshot(plan, snapshot)
     say_written(page, snapshot)
@@ -85,7 +79,7 @@ def write_result(
     path: Path | None,
     title: str,
     section: Callable[[], ResultSection],
-    plan: Plan | GraphPlan | None = None,
+    plan: Plan | None = None,
     target: TargetRecord | None = None,
 ) -> None:
     """Write a command's result as a page, with the plan that came out of it; nothing without a path.
@@ -110,15 +104,9 @@ def write_result(
     say_written(path)
 
 
-def _measured_step(plan: Plan | GraphPlan, where: str, target: TargetRecord) -> MeasuredStep:
+def _measured_step(plan: Plan, target: TargetRecord) -> MeasuredStep:
     from planner.explain.measured_step import view_step
-    from planner.plans.graph_plan import GraphPlan
 
-    if isinstance(plan, GraphPlan):
-        raise ValueError(
-            f"{where}: expected a plan of stages for --measure, got one of single ops; "
-            "planner train --report shows its measured peak"
-        )
     with working() as progress:
         workload = workload_of(target)
         progress("measure steps", 0, 1)

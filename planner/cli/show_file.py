@@ -21,17 +21,13 @@ from planner.cli.graph_solutions import (
     SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
     SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
 )
-from planner.cli.graph_tables import graph_profile_report, reruns_report
 from planner.cli.shell import check_folder, note, say_written, show, show_json, working
-from planner.cli.solution_summary import summary_from, summary_of_graph_plan, summary_of_plan
+from planner.cli.solution_summary import summary_from, summary_of_plan
 from planner.explain.figures import check_picture
-from planner.explain.graph_timeline import graph_peak, graph_timelines
 from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.peak import Peak, predicted_peak
 from planner.explain.peak_report import alive_report, peak_rows, peak_table
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
-from planner.plans.given_sources import plan_from, profile_from
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
 from planner.plans.plan_claims import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION
 from planner.units import exact_bytes, format_seconds
@@ -108,7 +104,7 @@ def run_show(file: Path, request: ShowRequest) -> None:
     file_format = document["format"]
     measured: MeasuredStep | None = None
     if file_format == PLAN_FORMAT:
-        parts, measured = _show_plan(plan_from(document, str(file)), str(file), request)
+        parts, measured = _show_plan(Plan.from_document(document, str(file)), str(file), request)
     elif file_format == CHAIN_SOLUTION_FORMAT:
         parts = _show_chain(document, str(file), request)
     else:
@@ -124,11 +120,9 @@ def _in_short(document: dict[str, Any], file: Path) -> dict[str, Any]:
     """What ``show --json`` says: as ``profile --json`` of a profile, and as ``solve --json`` of all else."""
     where = str(file)
     if document["format"] == PROFILE_FORMAT:
-        return profile_document(profile_from(document, where), file)
+        return profile_document(Profile.from_document(document, where), file)
     if document["format"] == PLAN_FORMAT:
-        plan = plan_from(document, where)
-        summary = summary_of_graph_plan(plan) if isinstance(plan, GraphPlan) else summary_of_plan(plan)
-        return summary.to_document()
+        return summary_of_plan(Plan.from_document(document, where)).to_document()
     chain = document["format"] == CHAIN_SOLUTION_FORMAT
     return (chain_summary(document, where) if chain else summary_from(document, where)).to_document()
 
@@ -141,28 +135,8 @@ def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> l
             "pass the plan that planner solve -o wrote"
         )
     if document["format"] == PROFILE_FORMAT:
-        profile = profile_from(document, where)
-        report = tables.profile_report(profile) if isinstance(profile, Profile) else graph_profile_report(profile)
-        return [report]
+        return [tables.profile_report(Profile.from_document(document, where))]
     return [tables.solution_report(summary_from(document, where))]
-
-
-def _show_graph_plan(plan: GraphPlan, where: str, request: ShowRequest) -> list[RenderableType]:
-    if request.workload is not None:
-        raise ValueError(
-            f"{where}: expected a plan of stages for --measure, got one of single ops; planner train measures its peak"
-        )
-    timelines = graph_timelines(plan)
-    step = _ExplainedStep(
-        timelines=timelines,
-        peaks=[graph_peak(plan, timelines[1])],
-        plan=None,
-        budget_bytes=plan.budget_bytes,
-        title=f"{plan.model_class} on {plan.device} ({plan.precision}), op by op",
-    )
-    _write(step, request)
-    again = reruns_report(plan, every_kind=request.ops)
-    return [tables.promises_report(summary_of_graph_plan(plan)), *again, "", *_peaks(step)]
 
 
 def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:
@@ -189,12 +163,8 @@ def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> l
     return [*parts, "", *_peaks(step)]
 
 
-def _show_plan(
-    plan: Plan | GraphPlan, where: str, request: ShowRequest
-) -> tuple[list[RenderableType], MeasuredStep | None]:
+def _show_plan(plan: Plan, where: str, request: ShowRequest) -> tuple[list[RenderableType], MeasuredStep | None]:
     """Its tables, and what was measured."""
-    if isinstance(plan, GraphPlan):
-        return _show_graph_plan(plan, where, request), None
     summary = summary_of_plan(plan)
     parts: list[RenderableType] = [tables.promises_report(summary), "", tables.stages_report(summary)]
     if plan.menus and (request.ops or any(stage.decision == "selective" for stage in plan.stages)):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan import Plan, StageDecision
 from profiler.json_files import from_plain, to_plain
@@ -31,7 +29,6 @@ class StageSummary:
         name: of the stage or node.
         kind: ``stage`` or ``outside``; of a chain and a plan.
         side: ``forward`` or ``backward``; of a graph.
-        module: that an op is of; of a graph's plan.
         decision: what happens to it.
         kept_bytes: kept from its forward to its backward; of a chain and a plan.
         runs: of it in one step, the first included.
@@ -43,7 +40,6 @@ class StageSummary:
     name: str
     kind: Literal["stage", "outside"] | None = None
     side: Literal["forward", "backward"] | None = None
-    module: str | None = None
     decision: StageDecision
     kept_bytes: int | None = None
     runs: int
@@ -112,28 +108,6 @@ def summary_of_plan(plan: Plan) -> SolutionSummary:
     summary = replace(
         summary, unsteady=plan.unsteady or None, left_out=plan.left_out or None, frugal=plan.frugal or None
     )
-    return summary if plan.stated else replace(summary, stated=None, restricted=None)
-
-
-def summary_of_graph_plan(plan: GraphPlan) -> SolutionSummary:
-    """What a plan of single ops claims, and per op how often it runs."""
-    runs = Counter([*plan.runs.forward, *plan.runs.backward])
-    sent = {copy.storage for copy in plan.copies}
-    sent_bytes = [sum(plan.graph.storages[s].size_bytes for s in op.makes if s in sent) for op in plan.graph.ops]
-    ops = tuple(
-        StageSummary(
-            name=op.name,
-            side=op.side,
-            module=op.module,
-            decision="recompute" if runs[ordinal] > 1 else "offload" if sent_bytes[ordinal] else "keep",
-            runs=runs[ordinal],
-            extra_seconds=op.seconds * (runs[ordinal] - 1),
-            offloaded_bytes=sent_bytes[ordinal],
-        )
-        for ordinal, op in enumerate(plan.graph.ops)
-    )
-    shared = {field.name for field in fields(SolutionSummary)} & {field.name for field in fields(plan)}
-    summary = SolutionSummary(**{name: getattr(plan, name) for name in shared}, slowdown=plan.slowdown, stages=ops)
     return summary if plan.stated else replace(summary, stated=None, restricted=None)
 
 

@@ -67,11 +67,9 @@ def _graph_report(summary: SolutionSummary) -> RenderableType:
         return claims
     shown = sorted(again, key=lambda node: -node.extra_seconds)[:_NODES_SHOWN]
     title = f"Run again: {len(shown)} of {len(again)}, dearest first"
-    of_model = any(node.module for node in again)
-    table = plain_table(title, ["op", "module"] if of_model else ["node"], ["runs", "extra time"])
+    table = plain_table(title, ["node"], ["runs", "extra time"])
     for node in shown:
-        module = [node.module or _NOTHING] if of_model else []
-        table.add_row(node.name, *module, str(node.runs), milliseconds(node.extra_seconds))
+        table.add_row(node.name, str(node.runs), milliseconds(node.extra_seconds))
     return Group(claims, "", table)
 
 

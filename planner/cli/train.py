@@ -26,18 +26,16 @@ from planner.cli.shell import (
     show_json,
     working,
 )
-from planner.compiled.applying import Backend
 from planner.distributed.rank_failures import RankError
 from planner.distributed.rank_workloads import sharded_together
 from planner.distributed.sharding import Engine
 from planner.distributed.solving import solve
 from planner.explain.tables import losses_in_short
-from planner.plans.given_sources import plan_from_file
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
 from planner.report.command_results import measured_of_training
 from planner.report.page import write_report
 from planner.report.snapshot import write_snapshot
+from planner.runtime.applier import Backend
 from planner.runtime.model_match import PlanMismatch
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
@@ -53,49 +51,33 @@ LOSSES_SAID = 20  # lines of a long training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """Where the plan to train under comes from, a file, or a budget to profile and solve for; and what runs its ops.
+    """Where the plan to train under comes from, a file, or a budget to profile and solve for; and what runs programs.
 
     Attributes:
         file: of a plan.
         budget: as text.
-        graph: plan single ops.
-        backend: of a plan of single ops.
+        backend: of the programs of captured stages.
     """
 
     file: Path | None
     budget: str | None
-    graph: bool
     backend: Backend = "eager"
 
-    def read(self) -> Plan | GraphPlan | None:
+    def read(self) -> Plan | None:
         """The file's plan; None where it is to be made.
 
         Raises:
-            ValueError: not one of both is given, the file is no plan, or the backend is for plans of another kind.
+            ValueError: not one of both is given, or the file is no plan.
         """
         if (self.file is None) == (self.budget is None):
             got = "neither" if self.file is None else "both"
             raise ValueError(f"--plan, --budget: expected one of them, got {got}; give a plan's file, or a budget")
-        if self.file is None:
-            self._check_backend(of_single_ops=self.graph)
-            return None
-        if self.graph:
-            raise ValueError("--graph: expected it with --budget, got --plan, which says by itself; leave it out")
-        plan = plan_from_file(self.file)
-        self._check_backend(of_single_ops=isinstance(plan, GraphPlan))
-        return plan
+        return None if self.file is None else Plan.load(self.file)
 
-    def _check_backend(self, *, of_single_ops: bool) -> None:
-        if self.backend != "eager" and not of_single_ops:
-            raise ValueError(
-                f"--backend: expected a plan of single ops, got one of stages, for which there is no {self.backend}; "
-                "leave it out, or plan single ops (--budget with --graph, or a plan solved from profile --graph)"
-            )
-
-    def made_for(self, workload: Workload, target: TargetRecord, progress: Progress) -> Plan | GraphPlan:
+    def made_for(self, workload: Workload, target: TargetRecord, progress: Progress) -> Plan:
         """The plan for the workload of a target, profiled and solved for."""
         assert self.budget is not None
-        return solve(profile_of_target(workload, target, progress, graph=self.graph), self.budget)
+        return solve(profile_of_target(workload, target, progress), self.budget)
 
 
 def run_train(
@@ -128,7 +110,7 @@ def run_train(
     check_report(report)
     check_folder(snapshot)
     plan = wanted.read()
-    if isinstance(plan, Plan) and (report is not None or snapshot is not None):
+    if plan is not None and (report is not None or snapshot is not None):
         chain_in(plan, str(wanted.file))  # Refused before training, not after.
     chosen = target.chosen(None if plan is None else plan.target, wanted.file)
     with working() as progress:

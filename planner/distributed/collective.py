@@ -6,26 +6,22 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import nn
 
-from planner.compiled import applying
-from planner.compiled.applying import Backend
-from planner.compiled.graph_alternative import with_graph_alternative
 from planner.distributed.alike_steps import check_alike
 from planner.distributed.merging import merged_measurement, merged_profile
 from planner.distributed.pipeline_profile import profile_pipeline_stage
 from planner.distributed.pipeline_schedule import schedule_of
 from planner.distributed.ranks import Ranks, current_ranks
 from planner.plans import profiling
-from planner.plans.given_sources import plan_from_file
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.rules import Rule, Rules
-from planner.runtime.applier import Handle, handle_of
+from planner.runtime import applier
+from planner.runtime.applier import Backend, Handle, handle_of
+from planner.runtime.given_arguments import given_plan
 from planner.units import format_bytes, format_seconds
-from profiler.graph_profile import GraphProfile
 from profiler.measurement import step_measurement
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.measuring import Progress
@@ -39,23 +35,6 @@ from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
 
 
-@overload
-def profile(workload: Workload, *, graph: Literal[True], progress: Progress | None = ...) -> GraphProfile: ...
-
-
-@overload
-def profile(
-    workload: Workload,
-    *,
-    stages: Stages = ...,
-    menus: bool = ...,
-    rules: Rules | Rule | Sequence[Rule] | str | Path | None = ...,
-    limit: str | int | None = ...,
-    graph: Literal[False] = ...,
-    progress: Progress | None = ...,
-) -> Profile: ...
-
-
 def profile(
     workload: Workload,
     *,
@@ -63,9 +42,8 @@ def profile(
     menus: bool = True,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,
-    graph: bool = False,
     progress: Progress | None = None,
-) -> Profile | GraphProfile:
+) -> Profile:
     """Measure one training step of a workload on the device it is on.
 
     Runs about ten steps, and with ``menus`` about eight more, in which stages
@@ -79,7 +57,7 @@ def profile(
 
     Args:
         workload: the training step; its model in training mode.
-        stages: None to find stages automatically; otherwise module names,
+        stages: None to find stages automatically; "whole" for the model's call as one stage; otherwise module names,
             glob patterns or module classes.
         menus: measure options inside stages; without, a stage is kept or recomputed as a whole.
         rules: a plan stated by hand, or the path of its file: what it says of ops inside stages is measured as well,
@@ -88,15 +66,12 @@ def profile(
             are kept at a time while the others run again, and what a plain step takes is put together from that
             (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory, but
             not on several ranks: there a step that runs out on one breaks off on all.
-        graph: profile forward and backward as one graph of single ops, by torch.compile, instead of as stages. The
-            plan then says of every op when it runs. The step has to fit, and takes no other argument beside.
         progress: called as ``progress(what, done, total)`` before each run.
 
     Returns:
         The profile: bytes as exact integers, seconds as medians.
 
     Raises:
-        CaptureError: ``graph`` of a forward that is no single graph; a ValueError.
         ProfileError: the step fails, does not fit in any way, or the model is in eval mode or planned.
         RankError: it failed on one rank, a rank did not answer, or ranks have different models or shapes of batches.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
@@ -109,7 +84,6 @@ def profile(
         "menus": menus,
         "rules": rules,
         "limit": limit,
-        "graph": graph,
         "progress": progress,
     }
     measured = _profiled(workload, settings)
@@ -121,22 +95,14 @@ def profile(
     return measured
 
 
-def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile | GraphProfile:
+def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile:
     ranks, schedule = current_ranks(), schedule_of(workload)
     if ranks is None:
         if schedule is not None:
             return profile_pipeline_stage(workload, schedule, **settings)
-        measured = profiling.profile(workload, **settings)
-        if isinstance(measured, GraphProfile) or settings["rules"] is not None:
-            return measured
-        return with_graph_alternative(measured, workload, settings["progress"])
+        return profiling.profile(workload, **settings)
     with ranks.together("profile"):
         ranks.check_same("profile", {"pipeline schedule": type(schedule).__name__})
-        if settings["graph"]:
-            raise ValueError(
-                f"profile: expected a profile of stages on {ranks.size} ranks, got graph=True; leave it out, as plans "
-                "of single ops are for one process"
-            )
         if schedule is not None:
             return profile_pipeline_stage(workload, schedule, **settings)
         check_alike(ranks, "profile", workload)
@@ -167,16 +133,16 @@ def _of_all(ranks: Ranks, mine: Profile) -> Profile:
 
 def apply(
     model: nn.Module,
-    plan: Plan | GraphPlan | str | Path,
+    plan: Plan | str | Path,
     *,
     watch: bool | None = None,
     backend: Backend = "eager",
-) -> Handle[Any]:
+) -> Handle:
     """Install ``plan`` on ``model``, in place and reversibly.
 
     Only ``forward`` is wrapped, of the model and of recomputed stages: the module tree, names, state_dict and hooks
     stay as they are. The plan acts in training mode with gradients enabled; under ``no_grad`` and in eval mode the
-    model runs as without it. A plan of single ops is compiled, as by ``torch.compile``, at the first training step.
+    model runs as without it.
 
     Where ``torch.distributed`` is initialised for several ranks, all of them call this, with one plan; in a pipeline
     with the plan of the rank's own stage.
@@ -188,10 +154,9 @@ def apply(
         watch: take the peak of the first steps, from one update to the next, and say once where it is above the
             budget, by how much and what holds it. None does so on CUDA, where it is free; on the CPU the profiler runs
             for two steps. That a loop holds gradients or outputs which the plan does not count on is said in any case.
-            Plans of stages only.
-        backend: of a plan of single ops: ``"eager"`` runs the ops as they are; ``"inductor"`` has Inductor compile
-            them, faster and with a peak near the predicted one: ``planner.verify`` finds a plan that is within its
-            budget then. It needs a C++ compiler on the CPU.
+        backend: how the programs of captured stages run: ``"eager"`` runs the ops as they are; ``"inductor"`` has
+            Inductor compile them, with its numbers, and a peak near the predicted one. It needs a C++ compiler on the
+            CPU.
 
     Returns:
         A handle with ``remove()``; also a context manager.
@@ -202,18 +167,17 @@ def apply(
         RankError: ranks apply different plans (of another ``fingerprint``), or it failed on one of them.
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
-            checkpointing of the model's own is switched on, there is no such backend, or ``watch`` is given with a plan
-            of single ops.
+            checkpointing of the model's own is switched on, or there is no such backend.
     """
     ranks = current_ranks()
     if ranks is None:
-        return applying.apply(model, plan, watch=watch, backend=backend)
+        return applier.apply(model, plan, watch=watch, backend=backend)
     with contextlib.ExitStack() as undo:
         with ranks.together("apply"):
-            given = plan_from_file(plan) if isinstance(plan, (str, Path)) else plan
-            if not getattr(given, "beside", ()):  # Those of a pipeline's ranks are for different stages.
-                ranks.check_same("apply", {"plan": getattr(given, "fingerprint", type(given).__name__)})
-            handle = applying.apply(model, given, watch=watch, backend=backend)
+            given = given_plan(plan)
+            if not given.beside:  # Those of a pipeline's ranks are for different stages.
+                ranks.check_same("apply", {"plan": given.fingerprint})
+            handle = applier.apply(model, given, watch=watch, backend=backend)
             undo.callback(handle.remove)  # It may have failed on another rank.
         undo.pop_all()
     return handle

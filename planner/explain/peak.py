@@ -10,6 +10,7 @@ from planner.explain.op_decisions import makers, storages_kept_by
 from planner.explain.timeline import Span, Timeline
 from planner.plans.plan import Plan
 from profiler.op_graph import StageOps
+from profiler.program_replay import random_state_bytes
 from profiler.records import MenuRecord, OptionRecord, ResidentBytes
 from solvers import Chain, Schedule
 from solvers.problem.chain_schedule import RUNS
@@ -18,6 +19,7 @@ from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"
 BITS = "kept as bits"
+RANDOM_STATES = "random states for ops that run again"
 OUTPUTS = "outputs of stages"
 LEFT = "left by stages that keep nothing"
 CASTS = "casts of parameters"
@@ -241,7 +243,11 @@ class _Explained:
         stages: it is named here as far as there are bytes left for it.
         """
         kept = MADE_AGAIN if k in self._again else KEPT
-        ops, chosen = menu.flow(menu.options[option - 1] if option else None)
+        of_menu = menu.options[option - 1] if option else None
+        runs = None if of_menu is None else of_menu.runs
+        if runs is not None and menu.graph is not None and (states := random_state_bytes(menu.graph, runs)):
+            yield self._of(RANDOM_STATES, k, states)
+        ops, chosen = menu.flow(of_menu)
         for what, storages in ((kept, _kept_storages(ops, chosen)), (OUTPUTS, _outputs_not_kept(ops, chosen))):
             for number in storages:
                 entry = ops.storages[number]

@@ -31,9 +31,9 @@ COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
 class Span:
     """One action of a step: when it runs, and the bytes alive before, at its peak, and after it.
 
-    Of a plan of single ops ``stage`` is an op. ``recompute`` is any run of a stage but its first. Its first
-    ``stall_seconds`` it waits for a copy. ``again_seconds`` are what a backward takes more than that of a stage which
-    keeps everything: for ops that run again in it, and for masks that are unpacked.
+    ``recompute`` is any run of a stage but its first. Its first ``stall_seconds`` it waits for a copy.
+    ``again_seconds`` are what a backward takes more than that of a stage which keeps everything: for ops that run again
+    in it, and for masks that are unpacked.
     """
 
     phase: PhaseName

@@ -86,7 +86,7 @@ class BudgetedTraining:
         self.limit = limit
         self.verify = verify
         self.watch = watch
-        self.handle: Handle[Plan] | None = None
+        self.handle: Handle | None = None
         self.plan: Plan | None = None
         self._signatures = BatchSignatures()
         self._now: _Planned | None = None

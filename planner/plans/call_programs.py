@@ -85,10 +85,11 @@ def with_exact_programs(profile: Profile, problem: Problem, schedule: Schedule, 
 
 
 def _with_programs_for(menu: MenuRecord, rooms: Iterable[CallRoom], search: GraphSearch) -> MenuRecord:
-    assert menu.graph is not None
+    graph = menu.graph
+    assert graph is not None
     known = {option.runs for option in menu.options}
     for room in rooms:
-        runs = _runs_within(menu.graph, room, search)
+        runs = _runs_within(graph, room, search)
         if runs is not None and runs not in known:
             known.add(runs)
             menu = replace(menu, options=(*menu.options, menu.program(runs)))
@@ -148,10 +149,10 @@ def _runs_within(step: StepGraph, room: CallRoom, search: GraphSearch) -> StepRu
         forward_bytes=most_bytes - room.forward_peak_bytes,
         backward_bytes=most_bytes - room.backward_peak_bytes,
         loss_bytes=most_bytes - room.between_bytes,
-        loss_kept=replay_step(step, runs_once(step), held=False).handed,
+        loss_kept=replay_step(step, runs_once(step)).handed,
     )
     try:
-        return order_within(most_bytes, step, around, step_problem(step, around), search).runs
+        return order_within(most_bytes, step, around, step_problem(step, around), search)
     except NoPlan:
         return None
 
@@ -160,9 +161,10 @@ def _least_peak(step: StepGraph, search: GraphSearch) -> int:
     """The least that a program takes while it runs, as far as one is found."""
     around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=0)
     try:
-        return order_within(1, step, around, step_problem(step, around), search).peak_bytes
+        order_within(1, step, around, step_problem(step, around), search)
     except NoPlan as refusal:
         return refusal.minimum_budget_bytes
+    return 1
 
 
 def _returned_bytes(step: StepGraph) -> int:

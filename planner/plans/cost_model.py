@@ -347,7 +347,7 @@ def _program_option(timeline: _UnsharedTimeline, k: int, keep: Option, program: 
     own_bytes = sum(storage.size_bytes for storage in inputs if storage.dies_after_stage)
     other_bytes = sum(storage.size_bytes for storage in inputs if not storage.dies_after_stage)
     # What of its output it keeps and the stage's own code does not is alive when the stage is left all the same.
-    output_bytes = max(0, program.kept_output_bytes - record.kept_output_bytes)
+    output_bytes = max(0, program.kept_output_bytes - record.kept_output_bytes - record.lasting_output_bytes)
     extra_bytes = other_bytes + min(own_bytes, _released_bytes(timeline, k)) + output_bytes
     extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(program)
     behind_peak_bytes = record.behind_peak_bytes - program.freed_bytes + extra_bytes if record.behind_peak_bytes else 0

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
-from planner.plans.plan_claims import FORMAT, VERSION
-from profiler.graph_profile import GRAPH_KIND, GraphProfile
-from profiler.json_files import read_document
-from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
+from profiler.records import Profile
 
 Given = TypeVar("Given", Profile, Plan)
 
@@ -51,45 +47,9 @@ def given_profile(profile: Any, who: str) -> Profile:
     return object_or_file(profile, Profile, who, _remedy)
 
 
-def plan_from_file(path: str | Path) -> Plan | GraphPlan:
-    """A plan of either kind.
-
-    Raises:
-        ValueError: as ``Plan.load``.
-    """
-    return plan_from(read_document(path, {FORMAT: VERSION}), str(path))
-
-
-def plan_from(document: Mapping[str, Any], where: str) -> Plan | GraphPlan:
-    """The plan of a file's document; ``where`` names it in errors."""
-    kind = GraphPlan if document.get("kind") == GRAPH_KIND else Plan
-    return kind.from_document(document, where)
-
-
-def profile_of_either_kind(profile: Any, who: str) -> Profile | GraphProfile:
-    """The profile, of stages or of a graph, read from its file where a path is given; ``who`` begins the message.
-
-    Raises:
-        ValueError: as ``given_profile``.
-    """
-    if isinstance(profile, GraphProfile):
-        return profile
-    if not isinstance(profile, (str, Path)):
-        return given_profile(profile, who)
-    return profile_from(read_document(profile, {PROFILE_FORMAT: PROFILE_VERSION}), str(profile))
-
-
-def profile_from(document: Mapping[str, Any], where: str) -> Profile | GraphProfile:
-    """The profile of a file's document; ``where`` names it in errors."""
-    kind = GraphProfile if document.get("kind") == GRAPH_KIND else Profile
-    return kind.from_document(document, where)
-
-
 def _remedy(given: Any) -> str:
     if isinstance(given, Plan):
         return "pass the profile that it was made from"
-    if isinstance(given, GraphProfile):
-        return "profile stages for that: planner.profile(workload)"
     if hasattr(given, "model") and hasattr(given, "inputs"):  # a Workload; its class would load torch
         return "profile it first: profile = planner.profile(workload)"
     if hasattr(given, "named_parameters"):

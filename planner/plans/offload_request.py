@@ -74,13 +74,6 @@ def usable_link(offload_request: Offload, chain: Chain, measured: LinkRecord | N
     """
     parts = (part for stage in chain.stages for part in (stage, *stage.options))
     smallest_bytes = min((unit_bytes for part in parts for unit_bytes in part.offload_units), default=None)
-    return usable_link_for(offload_request, smallest_bytes, measured)
-
-
-def usable_link_for(
-    offload_request: Offload, smallest_bytes: int | None, measured: LinkRecord | None
-) -> tuple[Link | None, str]:
-    """As ``usable_link``, where the smallest that can be sent has so many bytes; None where nothing can."""
     link = offload_request.link(measured)
     why = _why_not(link, smallest_bytes)
     if not why:

@@ -12,12 +12,9 @@ import numpy as np
 
 from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import given_profile
-from planner.plans.graph_solving import runs_of, solution_within
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
 from planner.plans.stage_decisions import accepted_by
-from planner.steps.graph_problem import StepSurroundings, step_problem
-from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from solvers import Chain, Solution, frontier as solver_frontier
 from solvers.chain.baselines import keep_all_replay
@@ -27,7 +24,7 @@ from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.registry import GraphSolution, graph_frontier, graph_solver_names
 from solvers.problem.graph import Graph
 from solvers.problem.link import Link
-from solvers.problem.solution import AnySchedule, undominated
+from solvers.problem.solution import AnySchedule
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +63,7 @@ def pareto(
     """The memory/time frontier of every solver.
 
     Args:
-        problem: a Profile, a GraphProfile, a Chain, a Graph, or the path of its file.
+        problem: a Profile, a Chain, a Graph, or the path of its file.
         solvers: methods to draw; None: the quick ones. ``ilp`` solves a handful of budgets one by one.
         time_limit_seconds: for methods that search; all methods of a graph share it (45 where None).
         offload: as for ``solve``. Over a link ``auto``, ``rotor`` and ``pofo`` weigh copies and recomputation together,
@@ -87,11 +84,9 @@ def pareto(
     if isinstance(problem, str | Path):
         source = read_source(problem)
     else:
-        source = problem if isinstance(problem, Chain | Graph | GraphProfile) else given_profile(problem, "pareto")
+        source = problem if isinstance(problem, Chain | Graph) else given_profile(problem, "pareto")
     if isinstance(source, Graph):
         return _graph_curves(source, solvers, time_limit_seconds)
-    if isinstance(source, GraphProfile):
-        return _step_curves(source, solvers, time_limit_seconds)
     profiled = isinstance(source, Profile)
     chain, record = (chain_of(source), source.link) if profiled else (source, None)
     accepts = accepted_by(source) if profiled else None
@@ -120,40 +115,6 @@ def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_second
     rows = [_unplanned(whole.peak_bytes, whole.seconds), *(_row(solution, name) for name, solution in solutions)]
     proven = [(row.budget_bytes, row.lower_bound_seconds) for row in rows]
     return _table([*rows, *_graph_bound_rows(graph, proven, rows)], left_out=left_out)
-
-
-def _step_curves(
-    profile: GraphProfile, solvers: Sequence[str] | None, time_limit_seconds: float | None
-) -> pd.DataFrame:
-    """The same of a step's ops: the peak is that of the whole step, by its own replay.
-
-    The graph knows nothing of what the step takes beside its programs: what is proven of a schedule at the graph's
-    peak is not at a larger one of the step, and there another schedule may beat it.
-    """
-    around = StepSurroundings.of(profile)
-    problem = step_problem(profile.graph, around)
-    graph = problem.graph
-    solutions, left_out = _solved_in_turn(graph, solvers, time_limit_seconds)
-
-    def of_step(row: CurveRow) -> CurveRow:
-        seconds, bound = (
-            profile.once_seconds + profile.evaluations * (of_graph - graph.unplanned_seconds)
-            for of_graph in (row.seconds, row.lower_bound_seconds)
-        )
-        return row._replace(seconds=seconds, lower_bound_seconds=bound)
-
-    rows: list[CurveRow] = []
-    for name in dict.fromkeys(name for name, _ in solutions):
-        points: list[CurveRow] = []
-        for solution in (solution for method, solution in solutions if method == name):
-            peak_bytes = around.peak_bytes(profile.graph, runs_of(problem, solution))
-            row = _row(solution_within(problem, solution, peak_bytes), name)
-            points.append(row._replace(peak_bytes=peak_bytes, budget_bytes=max(row.budget_bytes, peak_bytes)))
-        rows += map(of_step, undominated(points))
-    unplanned = _unplanned(profile.unplanned_peak_bytes, profile.unplanned_seconds)
-    proven = [(solution.peak_bytes or 0, solution.lower_bound_seconds) for _, solution in solutions]
-    bounds = _graph_bound_rows(graph, proven, rows or [unplanned], around.other_peak_bytes)
-    return _table([unplanned, *rows, *map(of_step, bounds)], left_out=left_out)
 
 
 def _solved_in_turn(
@@ -198,19 +159,16 @@ def _complete(solutions: list[Solution[AnySchedule]]) -> list[Solution[AnySchedu
     return solutions
 
 
-def _graph_bound_rows(
-    graph: Graph, proven: Sequence[tuple[int, float]], rows: Sequence[CurveRow], other_peak_bytes: int = 0
-) -> list[CurveRow]:
+def _graph_bound_rows(graph: Graph, proven: Sequence[tuple[int, float]], rows: Sequence[CurveRow]) -> list[CurveRow]:
     """The quick bound over the budgets, lifted to what the solutions proved: a bound holds for smaller budgets too.
 
     Args:
         graph: the problem.
         proven: budgets of the graph, and seconds that no schedule within them is faster than.
         rows: over whose budgets the bound goes.
-        other_peak_bytes: below which nothing fits, whatever the graph says.
     """
     indexed = IndexedGraph(graph)
-    least_bytes = max(smallest_working_set(indexed)[0], other_peak_bytes)
+    least_bytes = smallest_working_set(indexed)[0]
     ends = [row.budget_bytes for row in rows]
     places = (budget for budget in (*ends, *(peak for peak, _ in proven)) if budget >= least_bytes)
     budgets = {*_evenly_spaced(least_bytes, max(least_bytes, *ends)), *places}

@@ -14,7 +14,7 @@ from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
-from profiler.records import KIND, LeftOutRecord, MenuRecord, ResidentBytes
+from profiler.records import LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
@@ -207,12 +207,7 @@ class Plan(PlanClaims):
     @classmethod
     def from_document(cls, document: Mapping[str, Any], where: str) -> Plan:
         """Build a plan from its JSON document; ``where`` names it in errors."""
-        if document.get("kind", KIND) != KIND:
-            raise ValueError(
-                f"{where}: expected a plan of stages, got one of a {document['kind']}; read it with "
-                "planner.GraphPlan.load"
-            )
-        data = {key: value for key, value in document.items() if key not in ("format", "version", "kind")}
+        data = {key: value for key, value in document.items() if key not in ("format", "version")}
         try:
             schedule = Schedule.from_list(data.pop("schedule"))
             chain = None if data.get("chain") is None else Chain.from_dict(data["chain"])

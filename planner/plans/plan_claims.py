@@ -1,4 +1,4 @@
-"""What every plan claims, of stages or of single ops."""
+"""What every plan claims."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C ended a search for a plan.
 
     Attributes:
-        plan: the best one until then; a ``Plan`` or a ``GraphPlan``.
+        plan: the best one until then.
     """
 
     def __init__(self, plan: PlanClaims) -> None:

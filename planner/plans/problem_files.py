@@ -1,4 +1,4 @@
-"""Reads problem files: a profile of either kind, a chain problem or a graph problem, as the command line takes them."""
+"""Reads problem files: a profile, a chain problem or a graph problem, as the command line takes them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planner.plans.given_sources import profile_from
-from profiler.graph_profile import GraphProfile
 from profiler.json_files import read_document
 from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 from solvers.problem.chain import FORMAT as CHAIN_FORMAT, VERSION as CHAIN_VERSION, Chain
 from solvers.problem.graph import FORMAT as GRAPH_FORMAT, VERSION as GRAPH_VERSION, Graph
 
-Source: TypeAlias = Profile | GraphProfile | Chain | Graph
+Source: TypeAlias = Profile | Chain | Graph
 FORMATS = {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION, GRAPH_FORMAT: GRAPH_VERSION}
 
 
@@ -24,7 +22,7 @@ def read_source(path: str | Path) -> Source:
         return chain_from(document, str(path))
     if document["format"] == GRAPH_FORMAT:
         return graph_from(document, str(path))
-    return profile_from(document, str(path))
+    return Profile.from_document(document, str(path))
 
 
 def chain_from(document: Mapping[str, Any], where: str) -> Chain:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, overload
 
 from planner.plans.call_programs import program_menu
+from planner.plans.cut_choice import with_best_cut
 from planner.plans.rule_resolution import resolve_rules
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.units import parse_bytes
-from profiler.graph_profile import GraphProfile
 from profiler.measurement import profiling
 from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, ChoiceError, NamedStage, StageOp, StageOps
@@ -25,23 +25,6 @@ from profiler.workload.workload import Workload
 from solvers.saved_tensors import HeldTensor, RerunCandidate, SavedSetProblem, frontier
 
 
-@overload
-def profile(workload: Workload, *, graph: Literal[True], progress: Progress | None = ...) -> GraphProfile: ...
-
-
-@overload
-def profile(
-    workload: Workload,
-    *,
-    stages: Stages = ...,
-    menus: bool = ...,
-    rules: Rules | Rule | Sequence[Rule] | str | Path | None = ...,
-    limit: str | int | None = ...,
-    graph: Literal[False] = ...,
-    progress: Progress | None = ...,
-) -> Profile: ...
-
-
 def profile(
     workload: Workload,
     *,
@@ -49,31 +32,25 @@ def profile(
     menus: bool = True,
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,
-    graph: bool = False,
     progress: Progress | None = None,
-) -> Profile | GraphProfile:
+) -> Profile:
     """What ``planner.profile`` does in one process, which measures by itself; arguments and errors are as there."""
     check_workload(workload, "profile")
-    if graph:
-        if stages is not None or rules is not None or limit is not None:
-            raise ValueError(
-                "profile: expected graph=True without stages, rules and limit, which are about stages, got one of "
-                "them; leave it out"
-            )
-        from profiler.whole.graph_profiling import profile_graph  # It loads what torch.compile is made of.
-
-        return profile_graph(workload, progress)
     stated = None if rules is None else rules_from(rules)
     compiled = is_compiled(workload.model)
-    return profiling.profile(
+    measure = partial(
+        profiling.profile,
         workload,
-        stages=stages,
         propose=choices_for if menus and not compiled else None,
         programs=None if compiled else _orders_for if menus else _once if stated is not None else None,
         state=None if stated is None else (lambda named, outside: _choices(stated, named, outside, compiled)),
         progress=progress,
         limit_bytes=None if limit is None else parse_bytes(limit),
     )
+    measured = measure(stages=stages)
+    if stages is not None or stated is not None or compiled or not menus:
+        return measured
+    return with_best_cut(measured, lambda: measure(stages="whole"))
 
 
 def _orders_for(graph: StepGraph) -> list[StepRuns]:

@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from planner.plans.call_programs import with_exact_programs
 from planner.plans.cost_model import chain_of, lone_chain_of
-from planner.plans.given_sources import profile_of_either_kind
-from planner.plans.graph_plan import AnyPlan, GraphPlan
-from planner.plans.graph_solving import smallest_sendable, solve_graph_profile
+from planner.plans.given_sources import given_profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
 from planner.plans.lowering import can_carry_out
-from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link, usable_link_for
+from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
 from planner.plans.refusals import FEWER_STATES, NoPlan, require_schedule
@@ -29,12 +27,10 @@ from planner.plans.stage_decisions import (
     with_units_gathered,
 )
 from planner.units import format_bytes, parse_bytes
-from profiler.graph_profile import GraphProfile
 from profiler.records import MenuRecord, Profile
 from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
-from solvers.graph.registry import DEFAULT_GAP
 from solvers.problem.deadline import Deadline
 
 OFFLOAD_ONLY = "offload_only"
@@ -49,64 +45,24 @@ COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
 NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
 
 
-@overload
-def solve(
-    profile: GraphProfile,
-    budget: str | int,
-    *,
-    solver: str = ...,
-    time_limit_seconds: float | None = ...,
-    offload: Offload | OffloadMode = ...,
-    headroom: str | int = ...,
-    gap: float | None = ...,
-) -> GraphPlan: ...
-
-
-@overload
 def solve(
     profile: Profile | str | Path,
-    budget: str | int,
-    *,
-    solver: str = ...,
-    time_limit_seconds: float | None = ...,
-    offload: Offload | OffloadMode = ...,
-    headroom: str | int = ...,
-    reshard: Reshard = ...,
-) -> Plan: ...
-
-
-def solve(
-    profile: Profile | GraphProfile | str | Path,
     budget: str | int,
     *,
     solver: str = "auto",
     time_limit_seconds: float | None = None,
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
-    gap: float | None = None,
     reshard: Reshard = "profiled",
-) -> Plan | GraphPlan:
+) -> Plan:
     """What ``planner.solve`` does in the process that solves; arguments and errors are as there."""
-    profile = profile_of_either_kind(profile, "solve")
+    profile = given_profile(profile, "solve")
     try:
         budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
-        offload_request = offload_from(offload)
-        if isinstance(profile, GraphProfile):
-            link, why = usable_link_for(offload_request, smallest_sendable(profile), profile.link)
-            within = partial(
-                solve_graph_profile,
-                profile,
-                solver=solver,
-                time_limit_seconds=time_limit_seconds,
-                gap=DEFAULT_GAP if gap is None else gap,
-                link=link,
-                rerun=offload_request.mode != "only",
-            )
-            plan = plan_with_headroom(budget_bytes, headroom_from(headroom, profile), within)
-            return complete(replace(plan, no_offload=why))
         ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
         left_free = headroom_from(headroom, profile)
-        return complete(_solved(profile, budget_bytes, solver, time_limit_seconds, offload_request, left_free, ways))
+        request = offload_from(offload)
+        return complete(_solved(profile, budget_bytes, solver, time_limit_seconds, request, left_free, ways))
     except NoPlan as refusal:
         if not str(budget).strip().endswith("%"):
             raise
@@ -224,13 +180,6 @@ def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
         return replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=FEWER_STATES)
     left_out = never_rerun(profile)
     remedies = [f"{remedy}, and profile again"] if (remedy := remedy_in_words(left_out)) else []
-    whole_graph_bytes = profile.whole_graph_bytes
-    if whole_graph_bytes is not None and whole_graph_bytes < refusal.minimum_budget_bytes:
-        share = whole_graph_bytes / profile.unplanned_peak_bytes
-        remedies.append(
-            "profile it with graph=True (--graph): as one graph of ops, which was tried, it trains within "
-            f"{whole_graph_bytes} bytes ({format_bytes(whole_graph_bytes)}, {share:.1%} of the unplanned peak)"
-        )
     return replace(
         refusal,
         reason=f"{refusal.reason}, and {obstacle_in_words(left_out)}" if left_out else refusal.reason,
@@ -278,7 +227,7 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     return complete(replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, chain=problem.chain, **fields))
 
 
-def complete(plan: AnyPlan) -> AnyPlan:
+def complete(plan: Plan) -> Plan:
     """The plan itself, where its search went to its end; raises Interrupted with it where Ctrl-C ended that."""
     if plan.interrupted:
         raise Interrupted(plan)
@@ -325,7 +274,7 @@ def _states_excess(profile: Profile, budget_bytes: int) -> str:
     )
 
 
-def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Callable[[int], AnyPlan]) -> AnyPlan:
+def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Callable[[int], Plan]) -> Plan:
     """The plan that ``plan_within`` finds for what the headroom leaves of a budget; it states both.
 
     Raises:

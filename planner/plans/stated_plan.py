@@ -7,12 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
 
 from planner.plans.cost_model import chain_of
-from planner.plans.given_sources import profile_of_either_kind
-from planner.plans.graph_plan import GraphPlan
-from planner.plans.graph_rules import SOLVER, state_ops
+from planner.plans.given_sources import given_profile
 from planner.plans.headroom import headroom_from
 from planner.plans.lowering import can_carry_out
 from planner.plans.plan import Plan
@@ -22,7 +19,6 @@ from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import complete, plan_of, plan_with_headroom
 from planner.plans.stage_decisions import undecided_stages
 from planner.units import parse_bytes
-from profiler.graph_profile import GraphProfile
 from profiler.op_graph import NamedStage, StageOps
 from profiler.program_replay import forward_flow, runs_with
 from profiler.records import Profile, StageRecord
@@ -33,48 +29,25 @@ from solvers.chain.minimum_memory import shortage_of
 from solvers.chain.segments import Segment, segmented_schedule
 from solvers.problem.chain_schedule import RUNS, Action
 
+SOLVER = "by hand"
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _KEEP = StageDirective(kind="keep")
 
 
-@overload
-def state(
-    profile: GraphProfile,
-    rules: Rules | Rule | Sequence[Rule] | str | Path,
-    *,
-    budget: str | int | None = ...,
-    solver: str = ...,
-    time_limit_seconds: float | None = ...,
-    headroom: str | int = ...,
-) -> GraphPlan: ...
-
-
-@overload
 def state(
     profile: Profile | str | Path,
-    rules: Rules | Rule | Sequence[Rule] | str | Path,
-    *,
-    budget: str | int | None = ...,
-    solver: str = ...,
-    time_limit_seconds: float | None = ...,
-    headroom: str | int = ...,
-) -> Plan: ...
-
-
-def state(
-    profile: Profile | GraphProfile | str | Path,
     rules: Rules | Rule | Sequence[Rule] | str | Path,
     *,
     budget: str | int | None = None,
     solver: str = "auto",
     time_limit_seconds: float | None = None,
     headroom: str | int = 0,
-) -> Plan | GraphPlan:
+) -> Plan:
     """The plan that does what ``rules`` state.
 
     Args:
         profile: a Profile or the path of its file, measured with the same rules: ``planner.profile(..., rules=rules)``;
-            or a GraphProfile, which needs none: rules name ops and modules of its forward then.
+            of ops in captured stages it needs none.
         rules: Rules, a list of them, or the path of a TOML or JSON file.
         budget: bytes, ``"8GiB"`` or ``"70%"`` of the unplanned peak. None: what the plan needs. With something left
             to the solver it has to be given.
@@ -93,16 +66,7 @@ def state(
         ValueError: a stage that cannot be recomputed, a choice that the profile has not measured, a missing budget.
     """
     start = time.perf_counter()
-    profile = profile_of_either_kind(profile, "state")
-    if isinstance(profile, GraphProfile):
-        return state_ops(
-            profile,
-            rules_from(rules),
-            budget=budget,
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            headroom=headroom_from(headroom, profile),
-        )
+    profile = given_profile(profile, "state")
     outside = {op.module for op in profile.op_records if op.place == "outside"}
     resolved = resolve_rules(rules_from(rules), _named_stages(profile), outside)
     profile = _with_choices(profile, resolved)

@@ -5,32 +5,34 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
-from planner.plans.plan_claims import PlanClaims
+from profiler.records import WHOLE_MODEL
 
 
-def target_of(plan: PlanClaims) -> str:
+def target_of(plan: Plan) -> str:
     """What the command line built the model of a plan from, with its settings; ``TARGET`` where Python made it."""
     return "TARGET" if plan.target is None else plan.target.arguments
 
 
-def commands_of(
-    plan: Plan | GraphPlan, target: str | None = None, plan_file: str | Path = "plan.json"
-) -> tuple[str, ...]:
+def is_of_whole_model(plan: Plan) -> bool:
+    """Whether the model's call is one stage of the plan, as of ``--stages whole``."""
+    return any(stage.name == WHOLE_MODEL for stage in plan.stages)
+
+
+def commands_of(plan: Plan, target: str | None = None, plan_file: str | Path = "plan.json") -> tuple[str, ...]:
     """The commands that make a plan, use it and report it; ``target``: another than the plan's."""
     given = "" if target is None and plan.target is not None else f"{target or target_of(plan)} "
-    graph = " --graph" if isinstance(plan, GraphPlan) else ""
-    rules = " --rules RULES" if plan.stated and not graph else ""
+    whole = " --stages whole" if is_of_whole_model(plan) else ""
+    rules = " --rules RULES" if plan.stated else ""
     return (
-        f"planner profile {target or target_of(plan)}{graph}{rules} -o {_profile_file(plan_file)}",
+        f"planner profile {target or target_of(plan)}{whole}{rules} -o {_profile_file(plan_file)}",
         solve_command(plan, plan.budget_bytes, plan_file),
         f"planner train {given}--plan {_quoted(plan_file)}",
         f"planner report {_quoted(plan_file)}",
     )
 
 
-def solve_command(plan: PlanClaims, budget_bytes: int, plan_file: str | Path = "plan.json") -> str:
+def solve_command(plan: Plan, budget_bytes: int, plan_file: str | Path = "plan.json") -> str:
     """The command that solves for a budget as a plan was solved."""
     headroom = f" --headroom {plan.headroom_bytes}" if plan.headroom_bytes and budget_bytes == plan.budget_bytes else ""
     only = " --offload-only" if plan.offload_only else ""
@@ -51,7 +53,7 @@ def _quoted(path: str | Path) -> str:
     return shlex.quote(str(path))
 
 
-def _link(plan: PlanClaims) -> str:
+def _link(plan: Plan) -> str:
     """A link that was given has one rate in both directions; one that was measured is in the profile."""
     link = plan.link
     if link is None:

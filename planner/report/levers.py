@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.left_out import obstacle_in_words, remedy_in_words
 from planner.plans.plan import Plan
-from planner.plans.plan_claims import PlanClaims
-from planner.report.commands import solve_command, target_of
+from planner.report.commands import is_of_whole_model, solve_command, target_of
 from planner.units import format_bytes, format_seconds
 
 SHARES = (0.9, 0.75, 0.5)  # of the plan's budget
@@ -27,16 +25,16 @@ class LeverRow:
     command: str = ""
 
 
-def lever_rows(plan: Plan | GraphPlan, curve: Sequence[PlanClaims], plan_file: str | Path) -> tuple[LeverRow, ...]:
+def lever_rows(plan: Plan, curve: Sequence[Plan], plan_file: str | Path) -> tuple[LeverRow, ...]:
     """The levers of a plan in a file; ``curve`` has the plans at other budgets, by rising peak."""
-    return (*_budgets(plan, curve, plan_file), *_offload(plan), *_states(plan), *_blocks(plan), *_kind(plan))
+    return (*_budgets(plan, curve, plan_file), *_offload(plan), *_states(plan), *_blocks(plan), *_whole(plan))
 
 
-def _budgets(plan: PlanClaims, curve: Sequence[PlanClaims], plan_file: str | Path) -> Iterator[LeverRow]:
+def _budgets(plan: Plan, curve: Sequence[Plan], plan_file: str | Path) -> Iterator[LeverRow]:
     if not curve:
         return
 
-    def at(point: PlanClaims, change: str, budget_bytes: int | None = None) -> LeverRow:
+    def at(point: Plan, change: str, budget_bytes: int | None = None) -> LeverRow:
         return LeverRow(
             change=change,
             effect=f"{format_seconds(point.predicted_seconds)} a step, {point.slowdown:.2f} times the unplanned step",
@@ -56,7 +54,7 @@ def _budgets(plan: PlanClaims, curve: Sequence[PlanClaims], plan_file: str | Pat
         yield at(smallest, f"The smallest budget found, {format_bytes(smallest.predicted_peak_bytes)}")
 
 
-def _offload(plan: PlanClaims) -> Iterator[LeverRow]:
+def _offload(plan: Plan) -> Iterator[LeverRow]:
     if plan.link is not None or plan.slowdown <= _LITTLE:
         return
     why = plan.no_offload or "no link to host memory is in this plan"
@@ -67,7 +65,7 @@ def _offload(plan: PlanClaims) -> Iterator[LeverRow]:
     )
 
 
-def _states(plan: PlanClaims) -> Iterator[LeverRow]:
+def _states(plan: Plan) -> Iterator[LeverRow]:
     share = plan.resident_bytes / plan.budget_bytes
     if share >= _NOTABLE_SHARE:
         yield LeverRow(
@@ -83,15 +81,15 @@ def _states(plan: PlanClaims) -> Iterator[LeverRow]:
     )
 
 
-def _blocks(plan: Plan | GraphPlan) -> Iterator[LeverRow]:
-    if isinstance(plan, Plan) and plan.left_out:
+def _blocks(plan: Plan) -> Iterator[LeverRow]:
+    if plan.left_out:
         yield LeverRow(change=remedy_in_words(plan.left_out) or "Blocks", effect=obstacle_in_words(plan.left_out))
 
 
-def _kind(plan: Plan | GraphPlan) -> Iterator[LeverRow]:
-    if isinstance(plan, Plan) and plan.slowdown > _LITTLE:
+def _whole(plan: Plan) -> Iterator[LeverRow]:
+    if plan.slowdown > _LITTLE and not is_of_whole_model(plan):
         yield LeverRow(
-            change="A plan of single ops",
-            effect="chooses among all ops of forward and backward at once, where the model can be traced as one graph",
-            command=f"planner profile {target_of(plan)} --graph -o graph.json",
+            change="The whole model as one stage",
+            effect="chooses among all ops of the step at once, where the model can be captured as one graph",
+            command=f"planner profile {target_of(plan)} --stages whole -o whole.profile.json",
         )

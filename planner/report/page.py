@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.explain.peak_report import stage_in_words
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.report.commands import commands_of, solve_command
 from planner.report.plan_report import CurvePoint, MeasuredRun, PlanReport, report_of_plan
@@ -51,29 +50,27 @@ def check_page(path: Path | None) -> None:
 
 
 def write_report(
-    plan: Plan | GraphPlan,
+    plan: Plan,
     path: str | Path,
     *,
     measured: MeasuredRun | None = None,
     commands: Sequence[str] = (),
-    time_limit_seconds: float | None = None,
     plan_file: str | Path = "plan.json",
 ) -> None:
     """Explain a plan in one HTML file that needs no network.
 
     Args:
-        plan: of stages or of single ops.
+        plan: with its chain.
         path: a .html file.
         measured: what was measured of the plan, shown beside its predictions.
         commands: that give the plan again, one a line; those that are known to do where there are none.
-        time_limit_seconds: for the plans at other budgets of a plan of single ops; 15 where None.
         plan_file: of the plan, which the commands name; its profile is taken to be beside it.
 
     Raises:
         ValueError: another kind of file, a folder that is not there, or a plan of an older release, without its chain.
     """
     check_page(Path(path))
-    report = report_of_plan(plan, measured=measured, time_limit_seconds=time_limit_seconds, plan_file=plan_file)
+    report = report_of_plan(plan, measured=measured, plan_file=plan_file)
     given = tuple(commands) or commands_of(plan, plan_file=plan_file)
     page = Page(title=f"Plan of {plan.model_class}", plan=report, commands=given)
     write_page(page, path)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from planner.explain.graph_timeline import graph_moments, graph_timelines
 from planner.explain.peak import Peak, predicted_moments
 from planner.explain.peak_report import PeakRow, peak_rows, peak_title
 from planner.explain.tables import losses_in_short
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
 from planner.report.alive_history import AliveHistory, history_of
 from planner.report.decisions import DecisionRow, OpTable, decision_rows, op_tables
 from planner.report.levers import LeverRow, lever_rows
 from planner.report.plan_curve import plans_of_curve
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
-from profiler.step_replay import runs_once
 from solvers.chain import baselines
 
 _LITTLE = 0.005  # of the unplanned step: said as no time
+_PEAK_NAMES = ("with the plan", "without the plan", "measured with the plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ class PlanReport:
         plan_file: of the plan, as commands name it.
     """
 
-    plan: Plan | GraphPlan
+    plan: Plan
     sentence: str
     facts: tuple[tuple[str, str], ...]
     steps: tuple[ExplainedStep, ...]
@@ -104,27 +102,25 @@ class PlanReport:
 
 
 def report_of_plan(
-    plan: Plan | GraphPlan,
+    plan: Plan,
     *,
     measured: MeasuredRun | None = None,
-    time_limit_seconds: float | None = None,
     plan_file: str | Path = "plan.json",
 ) -> PlanReport:
     """Gather the report of a plan.
 
     Args:
-        plan: of stages with its chain, or of single ops.
+        plan: with its chain.
         measured: what was measured of it.
-        time_limit_seconds: for the curve of a plan of single ops; 15 where None.
         plan_file: of the plan, which the commands name.
 
     Raises:
         ValueError: the plan is of an older release, without its chain.
     """
-    steps, peaks = _graph_steps(plan) if isinstance(plan, GraphPlan) else _chain_steps(plan)
+    steps, peaks = _steps_and_peaks(plan)
     if measured is not None and measured.peak is not None:
         peaks = [*peaks, measured.peak]
-    plans = with_plan(plan, plans_of_curve(plan, time_limit_seconds=time_limit_seconds))
+    plans = with_plan(plan, plans_of_curve(plan))
     return PlanReport(
         plan=plan,
         sentence=sentence_of(plan),
@@ -133,19 +129,19 @@ def report_of_plan(
         curve=tuple(_point(each) for each in plans),
         decisions=decision_rows(plan),
         ops=op_tables(plan),
-        peaks=tuple(_peak_table(peak, plan, name) for name, peak in zip(_peak_names(plan), peaks, strict=False)),
+        peaks=tuple(_peak_table(peak, plan, name) for name, peak in zip(_PEAK_NAMES, peaks, strict=False)),
         levers=lever_rows(plan, plans, plan_file),
         measured=measured,
         plan_file=plan_file,
     )
 
 
-def predicted_steps(plan: Plan | GraphPlan) -> list[ExplainedStep]:
+def predicted_steps(plan: Plan) -> list[ExplainedStep]:
     """The step without a plan and the planned one, explained action by action."""
-    return (_graph_steps(plan) if isinstance(plan, GraphPlan) else _chain_steps(plan))[0]
+    return _steps_and_peaks(plan)[0]
 
 
-def _chain_steps(plan: Plan) -> tuple[list[ExplainedStep], list[Peak]]:
+def _steps_and_peaks(plan: Plan) -> tuple[list[ExplainedStep], list[Peak]]:
     """Both steps, and the peaks of the planned one and the other."""
     chain = chain_in(plan)
     timelines = predicted_timelines(
@@ -156,19 +152,6 @@ def _chain_steps(plan: Plan) -> tuple[list[ExplainedStep], list[Peak]]:
         [*predicted_moments(chain, schedule, timeline, plan=plan)]
         for schedule, timeline in zip(schedules, timelines, strict=True)
     ]
-    return _explained(timelines, moments)
-
-
-def _graph_steps(plan: GraphPlan) -> tuple[list[ExplainedStep], list[Peak]]:
-    timelines = graph_timelines(plan)
-    once = replace(plan, runs=runs_once(plan.graph), copies=())
-    moments = [[*graph_moments(each, timeline)] for each, timeline in zip((once, plan), timelines, strict=True)]
-    return _explained(timelines, moments)
-
-
-def _explained(
-    timelines: Sequence[Timeline], moments: Sequence[Sequence[Peak]]
-) -> tuple[list[ExplainedStep], list[Peak]]:
     steps = [
         ExplainedStep(timeline=timeline, history=history_of(of_step))
         for timeline, of_step in zip(timelines, moments, strict=True)
@@ -177,7 +160,7 @@ def _explained(
     return steps, peaks[::-1]
 
 
-def with_plan(plan: Plan | GraphPlan, plans: Sequence[Plan | GraphPlan]) -> list[Plan | GraphPlan]:
+def with_plan(plan: Plan, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of a curve and the plan itself, without those that it beats; none where there is no curve."""
     others = [
         each
@@ -187,7 +170,7 @@ def with_plan(plan: Plan | GraphPlan, plans: Sequence[Plan | GraphPlan]) -> list
     return sorted([*others, plan], key=lambda each: each.predicted_peak_bytes) if plans else []
 
 
-def _point(plan: Plan | GraphPlan) -> CurvePoint:
+def _point(plan: Plan) -> CurvePoint:
     return CurvePoint(
         peak_bytes=plan.predicted_peak_bytes,
         seconds=plan.predicted_seconds,
@@ -198,23 +181,18 @@ def _point(plan: Plan | GraphPlan) -> CurvePoint:
     )
 
 
-def _peak_names(plan: Plan | GraphPlan) -> tuple[str, str, str]:
-    once = "every op once" if isinstance(plan, GraphPlan) else "without the plan"
-    return "with the plan", once, "measured with the plan"
-
-
-def _peak_table(peak: Peak, plan: Plan | GraphPlan, name: str) -> PeakTable:
-    rows = peak_rows(peak, plan if isinstance(plan, Plan) else None)
+def _peak_table(peak: Peak, plan: Plan, name: str) -> PeakTable:
+    rows = peak_rows(peak, plan)
     return PeakTable(name=name, title=peak_title(peak), peak_bytes=peak.peak_bytes, rows=tuple(rows))
 
 
-def sentence_of(plan: Plan | GraphPlan) -> str:
+def sentence_of(plan: Plan) -> str:
     """The answer in one sentence."""
     share = plan.predicted_peak_bytes / plan.unplanned_peak_bytes
     extra = plan.slowdown - 1
     cost = "no extra time" if extra < _LITTLE else f"{extra:.0%} more time"
     done = [f"{counted(plan.recomputed_ops, 'op')} run again in backward"] if plan.recomputed_ops else []
-    packed = isinstance(plan, Plan) and any(stage.decision == "selective" for stage in plan.stages)
+    packed = any(stage.decision == "selective" for stage in plan.stages)
     done += ["masks are held as bits"] if packed and not plan.recomputed_ops else []
     done += [f"up to {format_bytes(plan.host_bytes)} wait in host memory"] if plan.host_bytes else []
     how = f": {' and '.join(done)}" if done else ": everything is kept"
@@ -224,7 +202,7 @@ def sentence_of(plan: Plan | GraphPlan) -> str:
     )
 
 
-def facts_of(plan: Plan | GraphPlan, measured: MeasuredRun | None) -> list[tuple[str, str]]:
+def facts_of(plan: Plan, measured: MeasuredRun | None) -> list[tuple[str, str]]:
     """What a plan claims, what was measured of it, and how good it is."""
     spare_bytes = plan.budget_bytes - plan.predicted_peak_bytes
     proven = f"no such plan is faster than {format_seconds(plan.lower_bound_seconds)}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from planner.explain.timeline import Span
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.report.plan_report import ExplainedStep, predicted_steps
 from profiler.json_files import write_whole
@@ -23,11 +22,11 @@ _ALIGNMENT = 512  # of CUDA's caching allocator
 Label = tuple[str, str, str]
 
 
-def write_snapshot(plan: Plan | GraphPlan, path: str | Path) -> None:
+def write_snapshot(plan: Plan, path: str | Path) -> None:
     """Write the predicted step of a plan, on any device, for https://pytorch.org/memory_viz.
 
     Args:
-        plan: of stages with its chain, or of single ops.
+        plan: with its chain.
         path: of the pickle; dragged onto the viewer it stays on the machine.
 
     Raises:

@@ -7,12 +7,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
 
-from planner.plans.graph_plan import AnyPlan
 from planner.plans.lowering import LoweredSchedule, lower_schedule
 from planner.plans.plan import Plan
 from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
@@ -39,6 +38,7 @@ from planner.runtime.stage_input import BatchCopies
 from planner.runtime.stage_places import StagePlaces, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
+from profiler.capture.call_program import Compiled
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.recomputation.selection import Selection
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
@@ -50,10 +50,11 @@ from profiler.workload.wrapped_models import autocasts_inside, inner_model
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.link import Link
 
-_PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle[Any]] = weakref.WeakKeyDictionary()
+Backend = Literal["eager", "inductor"]
+_PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()
 
 
-class Handle(Generic[AnyPlan]):
+class Handle:
     """An applied plan; ``remove()`` or leaving the ``with`` block puts the model back.
 
     Attributes:
@@ -61,9 +62,7 @@ class Handle(Generic[AnyPlan]):
 
     """
 
-    def __init__(
-        self, model: nn.Module, plan: AnyPlan, patches: ForwardPatches, watch: LoopWatch | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, patches: ForwardPatches, watch: LoopWatch | None = None) -> None:
         self.plan = plan
         self._model = weakref.ref(model)
         self._patches = patches
@@ -123,15 +122,18 @@ class Handle(Generic[AnyPlan]):
         self.remove()
 
 
-def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = None) -> Handle[Plan]:
-    """Install a plan of stages, as ``planner.apply`` does, which also takes plans of single ops.
+def apply(
+    model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = None, backend: Backend = "eager"
+) -> Handle:
+    """What ``planner.apply`` does in each process.
 
     Args:
-        model, plan, watch: as for ``planner.apply``.
+        model, plan, watch, backend: as for ``planner.apply``.
 
     Raises:
         PlanMismatch, UnsupportedPlan, ValueError: as there.
     """
+    check_backend(backend)
     model, plan = inner_model(given_model(model)), given_plan(plan)
     check_unplanned(model)
     check_no_checkpointing(model, "apply")
@@ -139,12 +141,27 @@ def apply(model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = Non
     check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
-    planned = PlannedCalls(plan, lowered, model, watch=watch)
+    planned = PlannedCalls(plan, lowered, model, watch=watch, compiler=_compiler(backend, model))
     install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches, planned.watch)
     handle.keep_gathered(model, plan)
     register(model, handle)
     return handle
+
+
+def check_backend(backend: str) -> None:
+    """Refuse what is no name of a backend; raises ValueError."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend: expected one of {', '.join(get_args(Backend))}, got {backend!r}")
+
+
+def _compiler(backend: Backend, model: nn.Module) -> Compiled | None:
+    if backend == "eager":
+        return None
+    from planner.runtime.inductor_programs import check_compiler, compiled_program  # It loads all of Inductor.
+
+    check_compiler(model_device(model))
+    return compiled_program
 
 
 def _say_what_is_unsteady(plan: Plan) -> None:
@@ -164,12 +181,12 @@ def check_unplanned(model: nn.Module) -> None:
         )
 
 
-def register(model: nn.Module, handle: Handle[Any]) -> None:
+def register(model: nn.Module, handle: Handle) -> None:
     """From now on ``handle_of(model)`` is this one."""
     _PLANNED[model] = handle
 
 
-def handle_of(model: nn.Module) -> Handle[Any] | None:
+def handle_of(model: nn.Module) -> Handle | None:
     """The handle of the plan that is applied to ``model``; None where there is none."""
     return _PLANNED.get(inner_model(model))
 
@@ -202,7 +219,15 @@ def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches:
 class PlannedCalls:
     """The wrappers of one applied plan, and the forward that is under way."""
 
-    def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module, *, watch: bool | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        lowered: LoweredSchedule,
+        model: nn.Module,
+        *,
+        watch: bool | None = None,
+        compiler: Compiled | None = None,
+    ) -> None:
         _say_what_is_unsteady(plan)
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
@@ -218,7 +243,7 @@ class PlannedCalls:
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._selections = selections_of(plan)
-        self._programs = StagePrograms(plan, lowered, model)
+        self._programs = StagePrograms(plan, lowered, model, compiler)
         self._deviations = Deviations(turns=CheckTurns(lowered.dropped))
         self._shapes = BatchShapes(plan)
         self._batch = SameBatch(plan)

@@ -9,7 +9,6 @@ from torch import nn
 from planner.plans.given_sources import object_or_file, type_in_words
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
-from profiler.graph_profile import GraphProfile
 from profiler.records import Profile
 from profiler.workload.ready_models import check_initialised
 from profiler.workload.workload import Workload
@@ -42,7 +41,7 @@ def given_model(model: Any) -> nn.Module:
 
 
 def _remedy(plan: Any) -> str:
-    if isinstance(plan, (Profile, GraphProfile)):
+    if isinstance(plan, Profile):
         return "solve it first: plan = planner.solve(profile, budget=...)"
     if isinstance(plan, (Workload, nn.Module)):
         return "profile and solve first: plan = planner.solve(planner.profile(workload), budget=...)"

@@ -9,7 +9,7 @@ from torch import nn
 
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import module_named
-from profiler.trace.partition import WHOLE_MODEL
+from profiler.records import WHOLE_MODEL
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
 
 leave_uncompiled(__name__)

@@ -13,9 +13,9 @@ from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.plan_checks import warn_once
 from profiler.capture.call_guard import CallGuard, differing_attributes
-from profiler.capture.call_program import BoundProgram, CallProgram
-from profiler.capture.capture_cache import captured, captures_of, holds_for
-from profiler.capture.captured_call import CapturedCall, GradientLayouts
+from profiler.capture.call_program import BoundProgram, CallProgram, Compiled
+from profiler.capture.capture_cache import captured, captures_of, function_of
+from profiler.capture.captured_call import CapturedCall, GradientLayouts, UnsettledError
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
@@ -46,10 +46,13 @@ class StagePrograms:
         plan: the applied plan.
         lowered: what its schedule does at each stage.
         model: the model that it is applied to.
+        compiled: as for ``CallProgram``.
     """
 
-    def __init__(self, plan: Plan, lowered: LoweredSchedule, model: nn.Module) -> None:
-        self._plan = plan
+    def __init__(
+        self, plan: Plan, lowered: LoweredSchedule, model: nn.Module, compiled: Compiled | None = None
+    ) -> None:
+        self._plan, self._compiled = plan, compiled
         self._model = weakref.ref(model)
         options = dict(lowered.selective)
         for reruns in lowered.reruns.values():
@@ -96,6 +99,8 @@ class StagePrograms:
                 self._failures[position] += 1
                 if self._failures[position] == _MOST_FAILURES:
                     self._refused.add(position)
+                if isinstance(error, UnsettledError) and self._failures[position] == 1:
+                    return None  # It is recomputed as a whole this time.
         stage = self._plan.stages[position]
         warn_once(stage.name, f"it does not run as the program that was planned: {why}; it is recomputed as a whole")
         return None
@@ -110,7 +115,7 @@ class StagePrograms:
         call = self._call(menu, gradients, module, forward, args, kwargs)
         key = id(call), self._options[position]
         if key not in self._programs:
-            self._programs[key] = CallProgram(call, StepOrder.of(menu.graph, option.runs))
+            self._programs[key] = CallProgram(call, StepOrder.of(menu.graph, option.runs), self._compiled)
         return _Bound(CallGuard(module, args, kwargs), self._programs[key].bound(module))
 
     def _call(
@@ -120,10 +125,10 @@ class StagePrograms:
         model = self._model()
         assert model is not None and menu.graph is not None
         for known in captures_of(model):
-            if known.gradients != gradients:
+            if known.gradients != gradients or known.function is not function_of(forward):
                 continue
             if known.module is module:
-                holds = holds_for(known, args, kwargs)
+                holds = not known.guard.refusal(args, kwargs)
             else:
                 differing = differing_attributes(known.module, module)
                 may_share = differing is not None and differing <= set(menu.unread)

@@ -1,1 +1,1 @@
-"""A step of single ops: which run together, in which order, its graph problem, and what may wait in host memory."""
+"""From the graph of a call to a problem for the graph solvers: which ops run together, and in which order; no torch."""

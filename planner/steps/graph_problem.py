@@ -1,27 +1,22 @@
-"""From the dataflow of a step to a graph problem.
+"""From the dataflow of a call to a graph problem.
 
 Each group of ops is a node. Ops that make small storages alone run once, and what is small always counts. Where
 large storages of one op are needed for different times, the one that is needed longer has a node of its own: directly
-after the op, without work. So has what may wait in host memory: its op runs once and keeps nothing, and the node after
-it stands for the copy back, as often as need be. Between forward and backward stands the loss, a node that runs once:
-it reads what the forward returns, and makes the gradients that backward begins with.
+after the op, without work. Between forward and backward stands the loss, a node that runs once: it reads what the
+forward returns, and makes the gradients that backward begins with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from planner.steps.group_order import moved_groups
 from planner.steps.op_groups import OpGroup, groups_of, inner_bytes, small_storages
-from profiler.graph_profile import GraphProfile
-from profiler.records import Phase
 from profiler.step_graph import StepGraph
-from profiler.step_replay import SideReplay, StepCopy, StepReplay, StepRuns, replay_step, runs_once
+from profiler.step_replay import StepReplay, StepRuns, replay_step, runs_once
 from solvers.problem.graph import Graph, Node, Side
 
-StatedDecision = Literal["keep", "recompute"]
 SMALL_SHARE = 1e-3  # of the bytes at the peak: that much all small storages hold together
 LEAST_SECONDS = 1e-6  # of an op: no run is free
 
@@ -34,152 +29,70 @@ class StepProblem:
         graph: the problem.
         groups: by name of a node the ops that it runs. The loss, and nodes without work, run none.
         loss: name of the loss's node.
-        stated_seconds: of the nodes that make again what is stated to be recomputed.
-        fetched: by name of a node that brings storages back from host memory, these.
     """
 
     graph: Graph
     groups: Mapping[str, OpGroup]
     loss: str
-    stated_seconds: float = 0.0
-    fetched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def once_seconds(self) -> float:
-        """When every op runs once."""
-        return self.graph.unplanned_seconds - self.stated_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSurroundings:
-    """Bytes around a step's two programs, the same for all orders of their ops. Resident bytes are included.
+    """Bytes around a call's two programs, the same for all orders of their ops.
 
     Attributes:
         forward_bytes, backward_bytes: alive beside what the programs make, take and hand over.
         loss_bytes: between the programs the most that is alive beside what forward hands over and returns.
         loss_kept: what forward hands over where every op runs once.
-        other_peak_bytes: the peak of what comes before the programs and after them: the optimizer step.
-        held_bytes: of ``backward_bytes``, what forward returned and the loop holds.
     """
 
     forward_bytes: int
     backward_bytes: int
     loss_bytes: int
-    other_peak_bytes: int = 0
-    held_bytes: int = 0
     loss_kept: frozenset[int] = frozenset()
 
-    @classmethod
-    def of(cls, profile: GraphProfile) -> StepSurroundings:
-        """As measured: what was alive, without what the replay of the same order of ops says."""
-        returned_bytes = sum(storage.size_bytes for storage in profile.graph.storages if storage.returned)
-        held = profile.resident.loop >= returned_bytes > 0
-        once = replay_step(profile.graph, runs_once(profile.graph), held=held)
-        return cls(
-            forward_bytes=_beside(profile.forward, once.forward),
-            backward_bytes=_beside(profile.backward, once.backward),
-            loss_bytes=profile.between.peak_bytes - once.between_bytes,
-            other_peak_bytes=max(phase.peak_bytes for phase in (profile.before, profile.after, profile.optimizer)),
-            held_bytes=returned_bytes if held else 0,
-            loss_kept=once.handed,
-        )
-
-    def peak_bytes(self, step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy] = ()) -> int:
-        """The peak of a step by the replay of an order of its ops, and of copies between them."""
-        return max((*self.peaks(step, runs, copies), self.other_peak_bytes))
-
-    def peaks(self, step: StepGraph, runs: StepRuns, copies: Sequence[StepCopy] = ()) -> list[int]:
-        """The most bytes during each run of forward, then between the programs, then during each run of backward."""
-        replay = replay_step(step, runs, held=self.held_bytes > 0, copies=copies)
-        between_bytes = max(
-            self.forward_bytes + replay.forward.start_bytes,
+    def peak_bytes(self, step: StepGraph, runs: StepRuns) -> int:
+        """The peak of an order of a call's ops, by its replay."""
+        replay = replay_step(step, runs)
+        return max(
+            self.forward_bytes + replay.forward.peak_bytes,
             self.loss_bytes + replay.between_bytes + self.kept_longer_bytes(step, replay),
-            self.backward_bytes + replay.backward.start_bytes,
+            self.backward_bytes + replay.backward.peak_bytes,
         )
-        return [
-            *(self.forward_bytes + peak_bytes for peak_bytes in replay.forward.peaks),
-            between_bytes,
-            *(self.backward_bytes + peak_bytes for peak_bytes in replay.backward.peaks),
-        ]
 
     def kept_longer_bytes(self, step: StepGraph, replay: StepReplay) -> int:
         """What forward returns, nobody may hold any more at that peak, and an order hands over all the same."""
-        if self.held_bytes:
-            return 0
         handed = [storage for s, storage in enumerate(step.storages) if s in replay.handed - self.loss_kept]
         return sum(storage.size_bytes for storage in handed if storage.returned)
 
 
-def _beside(measured: Phase, replayed: SideReplay) -> int:
-    """What is alive beside: as the program begins, or more where the replay would fall short later."""
-    return max(
-        measured.start_bytes - replayed.start_bytes,
-        measured.peak_bytes - replayed.peak_bytes,
-        measured.end_bytes - replayed.end_bytes,
-    )
-
-
-def step_problem(
-    step: StepGraph,
-    around: StepSurroundings,
-    *,
-    small_share: float = SMALL_SHARE,
-    decisions: Mapping[int, StatedDecision] | None = None,
-    sent: Collection[int] = (),
-    rerun: bool = True,
-) -> StepProblem:
-    """The problem of a step.
+def step_problem(step: StepGraph, around: StepSurroundings, *, small_share: float = SMALL_SHARE) -> StepProblem:
+    """The problem of a call.
 
     Args:
         step: its dataflow.
         around: bytes around its programs.
         small_share: of the most bytes that its ops hold when each runs once; the smallest storages, as many as hold no
             more than that together, always count.
-        decisions: what is stated of ops, by ordinal: kept ones run once, and what others make is not handed to
-            backward: each runs again for what backward reads of it.
-        sent: storages that may wait in host memory: of each op all that count, or none.
-        rerun: ops may run again.
     """
-    small = small_of(step, around, small_share)
-    return _Builder(step, around, small, decisions or {}, frozenset(sent), rerun=rerun).problem()
-
-
-def small_of(step: StepGraph, around: StepSurroundings, small_share: float = SMALL_SHARE) -> frozenset[int]:
-    """The storages of a step that always count, however small their share."""
-    once = replay_step(step, runs_once(step), held=around.held_bytes > 0)
-    return small_storages(step, small_share * max(once.forward.peak_bytes, once.backward.peak_bytes))
+    once = replay_step(step, runs_once(step))
+    small = small_storages(step, small_share * max(once.forward.peak_bytes, once.backward.peak_bytes))
+    return _Builder(step, around, small).problem()
 
 
 class _Builder:
     """Goes through the ops in order, and keeps which node owns each storage."""
 
-    def __init__(
-        self,
-        step: StepGraph,
-        around: StepSurroundings,
-        small: frozenset[int],
-        decisions: Mapping[int, StatedDecision],
-        sent: frozenset[int],
-        *,
-        rerun: bool,
-    ) -> None:
+    def __init__(self, step: StepGraph, around: StepSurroundings, small: frozenset[int]) -> None:
         self._step, self._around, self._small = step, around, small
-        self._decisions = decisions
-        self._sent, self._rerun = sent, rerun
-        self._fetched: dict[str, tuple[int, ...]] = {}
-        self._dropped: dict[int, OpGroup] = {}  # by storage the group that makes it again for backward
-        self._again: dict[int, str] = {}  # by storage the node that has made it again
-        self._stated_seconds = 0.0
-        self._backward_bytes = around.backward_bytes - around.held_bytes
-        self._resident_bytes = min(around.forward_bytes, self._backward_bytes)
+        self._resident_bytes = min(around.forward_bytes, around.backward_bytes)
         self._owner: dict[int, str] = {}
         self._nodes: list[Node] = []
         self._groups: dict[str, OpGroup] = {}
         self._names = {op.name for op in step.ops}
         self._loss = self._free_name("loss")
         self._saved = {s for op in step.ops if op.side == "backward" for s in op.reads}
-        self._held = {s for s, storage in enumerate(step.storages) if around.held_bytes > 0 and storage.returned}
-        self._ends = self._held | {s for s, storage in enumerate(step.storages) if storage.gradient}
+        self._gradients = {s for s, storage in enumerate(step.storages) if storage.gradient}
         self._before: tuple[str, ...] = ()
         self._after: tuple[str, ...] = ()
 
@@ -187,7 +100,7 @@ class _Builder:
         after_loss = False
         before_bytes = self._around.forward_bytes - self._resident_bytes
         self._before = self._add_bytes("before", before_bytes, side="forward") if before_bytes else ()
-        for group in moved_groups(self._step, groups_of(self._step, self._small), self._small, self._held):
+        for group in moved_groups(self._step, groups_of(self._step, self._small), self._small):
             if self._step.ops[group.ops[0]].side == "backward" and not after_loss:
                 self._add_loss()
                 after_loss = True
@@ -197,48 +110,25 @@ class _Builder:
         always_bytes = self._bytes(self._small) + sum(op.state_bytes for op in self._step.ops)
         graph = Graph(
             nodes=tuple(self._nodes),
-            outputs=(*self._owners(sorted(self._ends)), *self._after),
+            outputs=(*self._owners(sorted(self._gradients)), *self._after),
             resident_bytes=self._resident_bytes + always_bytes,
         )
-        return StepProblem(
-            graph=graph,
-            groups=self._groups,
-            loss=self._loss,
-            stated_seconds=self._stated_seconds,
-            fetched=self._fetched,
-        )
+        return StepProblem(graph=graph, groups=self._groups, loss=self._loss)
 
     def _add(self, group: OpGroup) -> None:
         ops = [self._step.ops[ordinal] for ordinal in group.ops]
         op = ops[-1]
         made = [s for s in op.makes if s not in self._small]
-        lasting = [s for s in made if s in self._ends or (s in self._saved and s in op.once_makes)]
-        decision = self._decisions.get(group.ops[-1])
-        if decision == "recompute":
-            self._dropped.update({s: OpGroup(ops=group.ops) for s in made if s not in lasting})
-        node = self._node(op.name, group, op.side)
-        may_rerun = self._rerun and decision != "keep" and not op.once_reason
-        once = not may_rerun or not made or self._held.issuperset(made)
-        node = replace(node, once=once)
+        lasting = [s for s in made if s in self._gradients or (s in self._saved and s in op.once_makes)]
+        once = bool(op.once_reason) or not made
+        node = replace(self._node(op.name, group, op.side), once=once)
         self._groups[op.name] = group
         self._owner.update(dict.fromkeys(made, op.name))
-        if made and decision is None and self._sent.issuperset(made):
-            self._add_sent(node, made)
-            return
         place = len(self._nodes)
         node = self._with_part_apart(node, lasting)
         if op.side == "forward":
-            saved = [s for s in made if s in self._saved and s not in lasting and s not in self._dropped]
-            self._add_part(node, saved, "saved", once=once)
+            self._add_part(node, [s for s in made if s in self._saved and s not in lasting], "saved", once=once)
         self._nodes.insert(place, node)
-
-    def _add_sent(self, node: Node, made: list[int]) -> None:
-        """A node whose output another one holds, which may let go of it and bring it back from host memory."""
-        beside = node.transient_bytes + node.output_bytes
-        self._nodes.append(replace(node, output_bytes=0, transient_bytes=beside, once=True))
-        (name,) = self._add_bytes(f"{node.name}_here", node.output_bytes, (node.name,), side=node.side, once=False)
-        self._owner.update(dict.fromkeys(made, name))
-        self._fetched[name] = tuple(made)
 
     def _node(self, name: str, group: OpGroup, side: Side) -> Node:
         """What a group reads, makes and costs."""
@@ -253,25 +143,9 @@ class _Builder:
             seconds=max(sum(each.seconds for each in ops), LEAST_SECONDS),
             output_bytes=made_bytes,
             transient_bytes=max(0, *beside),
-            inputs=self._owners(read) if side == "forward" else self._owners_in_backward(read),
+            inputs=self._owners(read),
             side=side,
         )
-
-    def _owners_in_backward(self, storages: Iterable[int]) -> tuple[str, ...]:
-        """Nodes whose outputs hold these; what is stated to be recomputed is made again before."""
-        names: list[str] = []
-        for storage in storages:
-            if storage in self._dropped and storage not in self._again:
-                group = self._dropped[storage]
-                made = self._step.ops[group.ops[-1]]
-                name = self._free_name(f"{made.name}_again")
-                node = self._node(name, group, "backward")
-                self._nodes.append(node)
-                self._groups[name] = group
-                self._stated_seconds += node.seconds
-                self._again.update(dict.fromkeys((s for s in made.makes if s in self._dropped), name))
-            names += [self._again[storage]] if storage in self._again else self._owners([storage])
-        return tuple(dict.fromkeys(names))
 
     def _with_part_apart(self, node: Node, part: list[int]) -> Node:
         """A node without a part of its output, which stays from the first run on."""
@@ -322,7 +196,7 @@ class _Builder:
             )
         )
         self._owner.update(dict.fromkeys(of_loss, self._loss))
-        after_bytes = self._backward_bytes - self._resident_bytes
+        after_bytes = self._around.backward_bytes - self._resident_bytes
         self._after = self._add_bytes("after", after_bytes, (self._loss,), side="backward") if after_bytes else ()
 
     def _add_bytes(

@@ -21,21 +21,18 @@ PASSES = 4
 FURTHEST = 200  # places that a group moves at once: what reads the same tensors is near
 
 
-def moved_groups(
-    step: StepGraph, groups: Sequence[OpGroup], small: frozenset[int], held: Collection[int] = ()
-) -> list[OpGroup]:
+def moved_groups(step: StepGraph, groups: Sequence[OpGroup], small: frozenset[int]) -> list[OpGroup]:
     """Groups in an order that holds fewer bytes where each runs once, or as they come.
 
     Args:
         step: of the groups.
         groups: in an order in which they can run, those of forward first.
         small: storages that always stay.
-        held: storages that whoever called forward holds through backward.
     """
     gradients = {s for s, storage in enumerate(step.storages) if storage.gradient}
     handed = {s for op in step.ops if op.side == "backward" for s in op.reads}
     left = {s for s, storage in enumerate(step.storages) if storage.returned or storage.written}
-    ends: dict[Side, set[int]] = {"forward": left | handed, "backward": gradients | {*held}}
+    ends: dict[Side, set[int]] = {"forward": left | handed, "backward": gradients}
     moved: list[OpGroup] = []
     for side, lasting in ends.items():
         of_side = [group for group in groups if step.ops[group.ops[0]].side == side]

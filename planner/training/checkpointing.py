@@ -42,7 +42,6 @@ def auto_checkpoint(
     sizes: Sequence[Any] = (),
     cache_size: int = CACHE_SIZE,
     strict: bool = False,
-    graph: bool = False,
 ) -> nn.Module:
     """Profile the model on one batch, solve for ``budget`` and apply the plan.
 
@@ -73,8 +72,6 @@ def auto_checkpoint(
         cache_size: signatures to remember beside those profiled; the least recently used one is forgotten first.
         strict: raise Infeasible from the forward of a signature that no plan meets the budget for, once that is
             known; without, it is said once and the plan that needs least memory is used.
-        graph: plan single ops of the whole step, as ``profile`` says. Then there are no ``dynamic``, ``stages`` and
-            ``offload``, and the plan is not verified.
 
     Returns:
         The same model; ``planner.handle_of(model)`` gives the handle to inspect
@@ -94,8 +91,6 @@ def auto_checkpoint(
         "clip_norm": clip_norm,
         "keeps_output": keeps_output,
     }
-    if graph:
-        _check_graph(dynamic=dynamic, stages=stages, offload=offload)
     if dynamic:
         _check_no_offload(offload)
         if step is not None:
@@ -116,22 +111,11 @@ def auto_checkpoint(
     if sizes:
         raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
     workload = Workload(model=model, inputs=inputs, step=step, **described)
-    if graph:
-        apply(model, solve(profile(workload, graph=True), budget, solver=solver, headroom=headroom))
-        return model
     plan = solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom)
     if verify and can_verify(workload, plan):
         plan = verified(workload, plan, solver=solver).plan
     apply(model, plan)
     return model
-
-
-def _check_graph(*, dynamic: bool, stages: object, offload: Offload | OffloadMode) -> None:
-    if dynamic or stages is not None or offload not in ("auto", "never"):
-        raise ValueError(
-            "auto_checkpoint: expected graph=True without dynamic, stages and offload, which are about stages, got one "
-            "of them; leave it out"
-        )
 
 
 def _check_no_offload(offload: Offload | OffloadMode) -> None:

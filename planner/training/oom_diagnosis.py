@@ -12,7 +12,6 @@ from torch import nn
 
 from planner.explain.measured_step import Places
 from planner.explain.timeline import PhaseName, Span, Timeline, predicted_timelines
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply, split_name
 from planner.runtime.dropped_stage import DroppedStage
@@ -26,9 +25,7 @@ from profiler.workload.steps import causes_of
 from profiler.workload.workload import Workload
 
 
-def stop_of(
-    error: BaseException, model: nn.Module, plan: Plan | GraphPlan, *, step: int, phase: PhaseName | None
-) -> Stop:
+def stop_of(error: BaseException, model: nn.Module, plan: Plan, *, step: int, phase: PhaseName | None) -> Stop:
     """What an error that ``ran_out`` says by itself; holds no tensor and no frame."""
     causes = list(_causes(error))
     stages = [stage for cause in causes for stage in _stages_in(cause.__traceback__, model, plan)]
@@ -47,10 +44,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     return itertools.takewhile(ran_out, causes_of(error))
 
 
-def _stages_in(traceback: TracebackType | None, model: nn.Module, plan: Plan | GraphPlan) -> Iterator[str]:
+def _stages_in(traceback: TracebackType | None, model: nn.Module, plan: Plan) -> Iterator[str]:
     """The stages whose code a traceback goes through: in forward by their modules, in backward where they run again."""
     names = {id(module): name for name, module in unwrapped(model).named_modules()}
-    planned = plan.stages if isinstance(plan, Plan) else ()
+    planned = plan.stages
     stages = {split_name(stage.name)[0]: stage.name for stage in reversed(planned) if stage.kind == "stage"}
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
@@ -61,10 +58,8 @@ def _stages_in(traceback: TracebackType | None, model: nn.Module, plan: Plan | G
         traceback = traceback.tb_next
 
 
-def report_of(workload: Workload, plan: Plan | GraphPlan, stop: Stop, *, restored: bool) -> FailureReport:
+def report_of(workload: Workload, plan: Plan, stop: Stop, *, restored: bool) -> FailureReport:
     """The report of a failure; runs the step once more, and leaves the workload as it is.
-
-    A step of single ops is one of two programs, between whose ops nobody looks: it is not run again.
 
     Args:
         workload: without a plan, and with the failed step's tensors gone.
@@ -72,7 +67,7 @@ def report_of(workload: Workload, plan: Plan | GraphPlan, stop: Stop, *, restore
         stop: what the error said.
         restored: whether the failed step was undone.
     """
-    spans, repeated = _run_again(workload, plan) if isinstance(plan, Plan) else ([], False)
+    spans, repeated = _run_again(workload, plan)
     timeline = _beside(spans, _predicted(plan))
     last = timeline[-1] if timeline and repeated else None
     phase, stage = (last.phase, last.stage) if last else (stop.phase, stop.stage)
@@ -144,13 +139,13 @@ def _run_again(workload: Workload, plan: Plan) -> tuple[list[Span], bool]:
     return list(places.spans(phases, [0.0] * len(phases))), repeated and bool(phases)
 
 
-def _predicted(plan: Plan | GraphPlan) -> Timeline | None:
-    if isinstance(plan, GraphPlan) or plan.chain is None:
+def _predicted(plan: Plan) -> Timeline | None:
+    if plan.chain is None:
         return None
     return predicted_timelines(plan.chain, plan.schedule, link=plan.link)[1]
 
 
-def _predicted_at(plan: Plan | GraphPlan, phase: PhaseName | None, stage: str) -> int | None:
+def _predicted_at(plan: Plan, phase: PhaseName | None, stage: str) -> int | None:
     timeline = _predicted(plan)
     sizes = [] if timeline is None else [s.peak_bytes for s in timeline.spans if (s.phase, s.stage) == (phase, stage)]
     return max(sizes, default=None)

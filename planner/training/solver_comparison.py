@@ -11,11 +11,9 @@ from typing import Any
 
 from planner.distributed.collective import apply, measure
 from planner.distributed.solving import solve
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
 from planner.plans.refusals import NoPlan
 from planner.plans.solving import COMPARE_SECONDS
-from profiler.graph_profile import GraphProfile
 from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement
@@ -25,7 +23,6 @@ from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
 
 SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "rotor")
-SINGLE_OPS = "single ops"  # the row of the plan for a profile of a graph
 ILP_STAGES = 16  # what ilp mostly proves within its limit; a longer chain would make everybody wait for it
 ROUNDS = 5  # timed steps per row; the rows take turns, so a slow moment of the machine hits them all
 
@@ -60,7 +57,6 @@ def compare_solvers(
     profile: Profile,
     budget_bytes: int,
     *,
-    graph: GraphProfile | None = None,
     time_limit_seconds: float = COMPARE_SECONDS,
     progress: Progress | None = None,
 ) -> list[ComparisonRow]:
@@ -72,7 +68,6 @@ def compare_solvers(
         workload: the training step that ``profile`` was made from.
         profile: its profile.
         budget_bytes: the budget that every solver gets.
-        graph: of the same step: one more row is the plan of its single ops.
         time_limit_seconds: for ``ilp`` and ``auto``.
         progress: called as ``progress(what, done, total)`` before each part.
 
@@ -81,15 +76,11 @@ def compare_solvers(
     """
     report = progress or (lambda what, done, total: None)
     names = [*SOLVERS, *(["ilp"] if len(profile.stages) <= ILP_STAGES else []), "auto"]
-    names += [SINGLE_OPS] if graph is not None else []
     total = 2 * len(names) + 1 + ROUNDS
-    answers: dict[str, Plan | GraphPlan | NoPlan | None] = {"none": None}
+    answers: dict[str, Plan | NoPlan | None] = {"none": None}
     for done, name in enumerate(names):
         report(f"solve {name}", done, total)
-        if name == SINGLE_OPS and graph is not None:
-            answers[name] = _answer(graph, budget_bytes, "auto", time_limit_seconds)
-        else:
-            answers[name] = _answer(profile, budget_bytes, name, time_limit_seconds)
+        answers[name] = _answer(profile, budget_bytes, name, time_limit_seconds)
     peaks: dict[str, Measurement] = {}
     for done, (name, answer) in enumerate(answers.items(), start=len(names)):
         report(f"peak {name}", done, total)
@@ -102,21 +93,19 @@ def compare_solvers(
     return [_row(profile, name, answer, peaks, seconds) for name, answer in answers.items()]
 
 
-def _answer(
-    profile: Profile | GraphProfile, budget_bytes: int, solver: str, time_limit_seconds: float
-) -> Plan | GraphPlan | NoPlan:
+def _answer(profile: Profile, budget_bytes: int, solver: str, time_limit_seconds: float) -> Plan | NoPlan:
     try:
         return solve(profile, budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
     except NoPlan as refusal:
         return refusal
 
 
-def _planned(workload: Workload, plan: Plan | GraphPlan | None) -> AbstractContextManager[Any]:
+def _planned(workload: Workload, plan: Plan | None) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if plan is None else apply(workload.model, plan)
 
 
 def seconds_in_turns(
-    workload: Workload, plans: Mapping[str, Plan | GraphPlan | None], *, progress: Callable[[int], None] | None = None
+    workload: Workload, plans: Mapping[str, Plan | None], *, progress: Callable[[int], None] | None = None
 ) -> dict[str, float]:
     """Median seconds of a step under each plan (None: unplanned), two steps of each per round: the second one counts.
 
@@ -144,7 +133,7 @@ def seconds_in_turns(
 def _row(
     profile: Profile,
     name: str,
-    answer: Plan | GraphPlan | NoPlan | None,
+    answer: Plan | NoPlan | None,
     peaks: dict[str, Measurement],
     seconds: dict[str, float],
 ) -> ComparisonRow:

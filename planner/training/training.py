@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from planner.compiled.applying import Backend
 from planner.distributed.collective import apply, measure
 from planner.distributed.rank_failures import RankError
 from planner.distributed.solving import ranks_if_any
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan
+from planner.runtime.applier import Backend
 from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.oom_diagnosis import report_of, stop_of
@@ -43,7 +42,7 @@ class TrainingRun:
         failures: each time that memory ran out and a smaller plan was tried.
     """
 
-    plan: Plan | GraphPlan
+    plan: Plan
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
     measured_peak_bytes: int
@@ -78,14 +77,14 @@ class TrainingInterrupted(KeyboardInterrupt):
         plan: that the last one ran under.
     """
 
-    def __init__(self, losses: Sequence[float], step_seconds: Sequence[float], plan: Plan | GraphPlan) -> None:
+    def __init__(self, losses: Sequence[float], step_seconds: Sequence[float], plan: Plan) -> None:
         self.losses, self.step_seconds, self.plan = tuple(losses), tuple(step_seconds), plan
         super().__init__(f"training: interrupted after {counted(len(self.losses), 'step')}")
 
 
 def train_planned(
     workload: Workload,
-    plan: Plan | GraphPlan,
+    plan: Plan,
     *,
     steps: int,
     backend: Backend = "eager",
@@ -101,12 +100,11 @@ def train_planned(
 
     Args:
         workload: the training step.
-        plan: for it, of stages or of single ops.
+        plan: for it.
         steps: to train.
-        backend: of a plan of single ops, as for ``apply``.
-        retries: how many smaller plans to try; a plan of single ops cannot be solved again. Above 0, model and
-            optimizer states are copied to host memory, so that an optimizer's step that fails half way can be undone,
-            too.
+        backend: as for ``apply``.
+        retries: how many smaller plans to try. Above 0, model and optimizer states are copied to host memory, so that
+            an optimizer's step that fails half way can be undone, too.
         on_failure: is told each failure that is followed by a retry.
         on_step: is told the number of each step, from 1, and its loss.
 
@@ -122,11 +120,6 @@ def train_planned(
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
     if retries < 0:
         raise ValueError(f"--retry: expected a number of retries, got {retries}; give 0 or more")
-    if retries and isinstance(plan, GraphPlan):
-        raise ValueError(
-            "--retry: expected a plan of stages, which can be solved again by itself, got one of single ops; leave it "
-            "out, and solve the profile for a smaller budget where memory runs out"
-        )
     if retries and ranks_if_any() is not None:
         raise ValueError(
             "--retry: expected one process, got several ranks, of which one that runs out of memory leaves the others "
@@ -145,7 +138,7 @@ def train_planned(
 
 def _train(
     training: _Training,
-    plan: Plan | GraphPlan,
+    plan: Plan,
     retries: int,
     on_failure: Callable[[FailureReport], None] | None,
 ) -> TrainingRun:
@@ -187,7 +180,7 @@ class _Training:
     ) -> None:
         self._backend: Backend = backend
         self._on_step = on_step
-        self.plan: Plan | GraphPlan | None = None
+        self.plan: Plan | None = None
         self._workload = workload
         self._steps = steps
         self._guard = StepRollback(workload, copies=copies)
@@ -195,7 +188,7 @@ class _Training:
         self.seconds: list[float] = []
         self.measured: Measurement | None = None
 
-    def attempt(self, plan: Plan | GraphPlan) -> Stop | None:
+    def attempt(self, plan: Plan) -> Stop | None:
         """Measure, and train what is left of the steps; where memory ran out, if it did."""
         self.measured, self.plan = None, plan
         try:
@@ -222,7 +215,7 @@ class _Training:
         if self._on_step is not None:
             self._on_step(step + 1, self.losses[-1])
 
-    def recover(self, plan: Plan | GraphPlan, stop: Stop, *, retry: bool) -> tuple[FailureReport, Plan | None]:
+    def recover(self, plan: Plan, stop: Stop, *, retry: bool) -> tuple[FailureReport, Plan | None]:
         """Undo the failed step; its report, and the plan to go on with where that is wanted and there is one."""
         gc.collect()  # What the error's frames held in cycles goes before anything is measured.
         done = len(self.losses) if self.measured is None else self._guard.undo()
@@ -232,7 +225,7 @@ class _Training:
             del self.losses[done:], self.seconds[done:]
         report = report_of(self._workload, plan, stop, restored=done is not None)
         gc.collect()  # That step has failed, too, and the solver needs memory as well.
-        if done is None or not retry or isinstance(plan, GraphPlan):
+        if done is None or not retry:
             return replace(report, why_not=_by_hand(plan, report)), None
         try:
             smaller = smaller_plan(plan, report)
@@ -241,7 +234,7 @@ class _Training:
         return replace(report, next_budget_bytes=smaller.budget_bytes), smaller
 
 
-def _out_of_memory_on(rank: int, step: int, plan: Plan | GraphPlan, error: BaseException) -> RankError:
+def _out_of_memory_on(rank: int, step: int, plan: Plan, error: BaseException) -> RankError:
     return RankError(
         f"train: expected room on every rank for training step {step}, which is predicted to take "
         f"{plan.predicted_peak_bytes} bytes, got too little on rank {rank}: {str(error).splitlines()[0]}; solve for a "
@@ -250,10 +243,12 @@ def _out_of_memory_on(rank: int, step: int, plan: Plan | GraphPlan, error: BaseE
     )
 
 
-def _by_hand(plan: Plan | GraphPlan, report: FailureReport) -> str:
+def _by_hand(plan: Plan, report: FailureReport) -> str:
     budget_bytes = wanted_bytes(plan, report) + plan.headroom_bytes
-    by_itself = "; train --retry N tries up to N by itself" if isinstance(plan, Plan) else ""
-    return f"not tried again: planner solve PROFILE --budget {budget_bytes} makes a smaller plan{by_itself}"
+    return (
+        f"not tried again: planner solve PROFILE --budget {budget_bytes} makes a smaller plan; train --retry N "
+        "tries up to N by itself"
+    )
 
 
 def _checked(step: int, run: Callable[[], float]) -> float:

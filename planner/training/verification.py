@@ -8,22 +8,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import overload
 
-from planner.compiled.applying import Backend
 from planner.distributed.collective import apply
 from planner.distributed.ranks import together
 from planner.explain.measured_step import Places
-from planner.plans.graph_plan import GraphPlan
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import following, replan
 from planner.runtime.given_arguments import given_plan
 from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
-from planner.training.graph_verification import GraphVerification, verify_graph_plan
 from planner.training.solver_comparison import seconds_in_turns
 from profiler.agreement import agreed, largest, made_by_first
-from profiler.graph_profile import GraphProfile
 from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter, typical_seconds
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.progress import tell
@@ -97,66 +92,32 @@ class Verification:
     rounds: tuple[VerifiedRound, ...]
 
 
-@overload
 def verify(
-    workload: Workload,
-    plan: GraphPlan,
-    *,
-    solver: str = ...,
-    time_limit_seconds: float | None = ...,
-    backend: Backend = ...,
-    profile: GraphProfile | None = ...,
-) -> GraphVerification: ...
-
-
-@overload
-def verify(
-    workload: Workload, plan: Plan, *, solver: str = ..., time_limit_seconds: float | None = ...
-) -> Verification: ...
-
-
-def verify(
-    workload: Workload,
-    plan: Plan | GraphPlan,
-    *,
-    solver: str = "auto",
-    time_limit_seconds: float | None = None,
-    backend: Backend = "eager",
-    profile: GraphProfile | None = None,
-) -> Verification | GraphVerification:
+    workload: Workload, plan: Plan, *, solver: str = "auto", time_limit_seconds: float | None = None
+) -> Verification:
     """Run the plan a few steps, and solve again with what was seen.
 
-    Of a plan of stages the options whose seconds are off by more than a tenth are corrected. Steps without the plan
-    and with it take turns, so both meet the same moods of the machine. What is solved again is the plan's own chain:
-    the same stages, options and bytes, with other seconds. That goes on for three plans at most, or until the plan
-    stays; the one that was measured fastest is handed back, so none is slower than the first.
-
-    A plan of single ops is solved again for less until its measured peak is within its budget: Inductor takes other
-    buffers than the plan foretells.
+    Options whose seconds are off by more than a tenth are corrected. Steps without the plan and with it take turns, so
+    both meet the same moods of the machine. What is solved again is the plan's own chain: the same stages, options and
+    bytes, with other seconds. That goes on for three plans at most, or until the plan stays; the one that was measured
+    fastest is handed back, so none is slower than the first.
 
     Args:
-        workload: the training step; with a plan of stages its unplanned step has to fit. It is left as it was found.
+        workload: the training step; its unplanned step has to fit. It is left as it was found.
         plan: for it, solved for (not stated by hand).
-        solver: that solves again, a name of ``solvers.solver_names()`` or ``solvers.graph_solver_names()``.
+        solver: that solves again, a name of ``solvers.solver_names()``.
         time_limit_seconds: for solvers that search.
-        backend: that will run a plan of single ops, as for ``planner.apply``.
-        profile: that a plan of single ops was made from; None to profile anew where it is needed.
 
     Returns:
         The plan to use, and what was measured in every round.
 
     Raises:
         PlanMismatch: the plan is for another model or another precision.
-        NothingFound: no plan of single ops keeps the budget when it runs; carries the smallest peak measured.
         ProfileError: the step fails.
         ValueError: the plan is stated by hand, without its chain, or of a step that did not fit; the model is
             compiled, or the batch or the device another one.
     """
     check_workload(workload, "verify")
-    if isinstance(plan, GraphPlan):
-        return verify_graph_plan(
-            workload, plan, backend=backend, profile=profile, solver=solver, time_limit_seconds=time_limit_seconds
-        )
     plan = given_plan(plan, "verify")
     with together("verify"):
         return _verified(workload, plan, solver, time_limit_seconds)

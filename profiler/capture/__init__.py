@@ -1,1 +1,1 @@
-"""The whole training step of a model as one graph of ops."""
+"""Calls of modules captured as graphs of ops, forward and backward, and run as two programs."""

@@ -27,14 +27,16 @@ class CallGuard:
         module, args, kwargs: of the call that was captured, as they are before it.
     """
 
-    __slots__ = ("_globals", "_modules", "_parameters", "_tensors", "_torch", "_tree")
+    __slots__ = ("_globals", "_module", "_modules", "_parameters", "_tensors", "_torch", "_tree")
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
         self._tree = _frozen(without_tensors((args, kwargs)))
         self._tensors = [*map(_layout, tensors)]
         self._torch = TorchState(device_of(tensors))
-        self._modules = ModuleState(module, (), units_of(module), values=False)
+        self._module = module
+        with without_forward(module):
+            self._modules = ModuleState(module, (), units_of(module), values=False)
         self._parameters = [(p, p.requires_grad) for p in module.parameters()]
         self._globals = [each for each in globals_of_forwards(module) if isinstance(each[2], _PLAIN)]
 
@@ -52,13 +54,30 @@ class CallGuard:
         """What is another now than it was in the captured call, in words; empty where nothing is."""
         if what := self.other_arguments(args, kwargs):
             return what
-        if not self._modules.holds_what_it_held():
-            return "its modules hold something else (an attribute, a hook, a mode)"
+        with without_forward(self._module):
+            if not self._modules.holds_what_it_held():
+                return "its modules hold something else (an attribute, a hook, a mode)"
         if any(parameter.requires_grad is not trained for parameter, trained in self._parameters):
             return "other parameters are trained"
         if any(space.get(name) is not value for space, name, value in self._globals):
             return "a global that it reads is another"
         return "" if self._torch.is_now() else "torch's settings are others (autocast, flags, modes)"
+
+
+class without_forward:  # a generator would take longer, and guards are asked at every call
+    """Inside, a module has no ``forward`` of its own beside its class's: who patches it is no matter."""
+
+    __slots__ = ("_attributes", "_patched")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = vars(module)
+
+    def __enter__(self) -> None:
+        self._patched = self._attributes.pop("forward", None)
+
+    def __exit__(self, *error: object) -> None:
+        if self._patched is not None:
+            self._attributes["forward"] = self._patched
 
 
 def differing_attributes(one: nn.Module, other: nn.Module) -> frozenset[str] | None:

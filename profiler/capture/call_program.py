@@ -33,24 +33,32 @@ class Saved(Protocol):
         ...
 
 
+class Compiled(Protocol):
+    """Makes code of a program: it takes a list of inputs, which it may empty, and returns the outputs."""
+
+    def __call__(self, program: fx.GraphModule, *, is_backward: bool) -> _Code: ...
+
+
 class CallProgram:
     """Runs calls that are alike, in the order of runs that was chosen for them.
 
     Args:
         captured: one of the calls.
         order: of the runs of its ops.
+        compiled: makes code of a program of a forward or a backward; None to run its ops one by one.
 
     Attributes:
         draws: whether any op draws random numbers.
     """
 
-    def __init__(self, captured: CapturedCall, order: StepOrder) -> None:
+    def __init__(self, captured: CapturedCall, order: StepOrder, compiled: Compiled | None = None) -> None:
         self.captured = captured
         forward, backward = programs_of(captured.graph, order)
         self.parameters = _parameters_among(captured, forward)
-        self.forward_code: _Code = with_direct_calls(forward).forward
-        self.backward_code: _Code = with_direct_calls(backward).forward
-        self.outputs_code: _Code = with_direct_calls(outputs_program(captured.graph, order)).forward
+        compiled = compiled or (lambda program, is_backward: with_direct_calls(program).forward)
+        self.forward_code = compiled(forward, is_backward=False)
+        self.backward_code = compiled(backward, is_backward=True)
+        self.outputs_code = compiled(outputs_program(captured.graph, order), is_backward=False)
         self.draws = any(map(draws, (*captured.graph.module.graph.nodes,)))
         self.statistics = _statistics_among(captured)
         self.contributions = _contributions(captured)

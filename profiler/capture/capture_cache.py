@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,12 +15,13 @@ leave_uncompiled(__name__)
 
 
 class Capture(NamedTuple):
-    """A captured call, the module that it is of, and what it takes for granted; not how ``forward`` is patched."""
+    """A captured call, the module and the function that it is of, and what it takes for granted."""
 
     call: CapturedCall
     module: nn.Module
     guard: CallGuard
     gradients: GradientLayouts
+    function: Any
 
 
 _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[Capture]] = weakref.WeakKeyDictionary()
@@ -43,10 +42,9 @@ def captured(
     gradients: GradientLayouts = CONTIGUOUS,
 ) -> Capture:
     """Trace a call of one of a model's modules and keep the capture; arguments and errors as of ``capture_call``."""
-    with without_forward(module):
-        guard = CallGuard(module, args, kwargs)
+    guard = CallGuard(module, args, kwargs)
     call = capture_call(module, forward, args, kwargs, gradients)
-    capture = Capture(call, module, guard, gradients)
+    capture = Capture(call, module, guard, gradients, function_of(forward))
     if module is not model:  # Captures hold their modules.
         kept = _OF_MODELS.setdefault(model, [])
         kept.insert(0, capture)
@@ -54,19 +52,6 @@ def captured(
     return capture
 
 
-def holds_for(capture: Capture, args: Any, kwargs: Any) -> bool:
-    """Whether a capture holds for a call of its module."""
-    with without_forward(capture.module):
-        return not capture.guard.refusal(args, kwargs)
-
-
-@contextmanager
-def without_forward(module: nn.Module) -> Iterator[None]:
-    """Inside, a module has no ``forward`` of its own beside its class's: who patches it is no matter."""
-    attributes = vars(module)
-    patched: Callable[..., Any] | None = attributes.pop("forward", None)
-    try:
-        yield
-    finally:
-        if patched is not None:
-            attributes["forward"] = patched
+def function_of(forward: Forward) -> Any:
+    """What is called, whatever module it is bound to."""
+    return getattr(forward, "__func__", forward)

@@ -55,6 +55,10 @@ class GradientLayouts(NamedTuple):
         return tuple(made)
 
 
+class UnsettledError(CaptureError):
+    """A call that sets attributes of its modules: a first one often does, and those after it need not."""
+
+
 CONTIGUOUS = GradientLayouts()
 _INSIDE = "module."
 _NOTHING_TRAINED = "expected a call that computes something to train, got one without"
@@ -119,7 +123,8 @@ def capture_call(
         CaptureError: it is no single graph of ops (Python looks at values, or an op has no fake tensors), computes
             nothing to train, or does or returns what a program could not.
     """
-    # It loads what torch.compile is made of.
+    # They load what torch.compile is made of.
+    from torch._dynamo import config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     arguments = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
@@ -135,6 +140,8 @@ def capture_call(
         contextlib.ExitStack() as stack,
     ):
         stack.enter_context(_tangents_lying(gradients))
+        # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
+        stack.enter_context(config.patch(fake_tensor_cache_enabled=False))
         try:
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(arguments))
         except Exception as error:  # The module's own code runs here, and torch's tracing.
@@ -143,7 +150,7 @@ def capture_call(
                 f"expected a call that is traced as one graph of ops, got {type(error).__name__}: {said}"
             ) from error
         if state.has_changed():
-            raise CaptureError(
+            raise UnsettledError(
                 "expected a call that changes nothing but buffers, got one that sets attributes of its modules, or "
                 "draws numbers that are not torch's: a program would not"
             )

@@ -1,53 +1,25 @@
-"""Forward and backward of a workload's model as one graph of aten ops: Dynamo in front, AOTAutograd behind.
-
-Nothing is computed: Dynamo and AOTAutograd trace with fake tensors, and the step ends where the traced forward would
-run.
-"""
+"""Forward and backward of one call of a module as one graph of aten ops."""
 
 from __future__ import annotations
 
-import logging
-import re
-import types
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
-from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import cached_backends
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils import _pytree as pytree
 
-from profiler.capture.detached_outputs import without_gradients
 from profiler.capture.traced_types import correct_types
-from profiler.workload.compiled_forwards import Forward
-from profiler.workload.forward_patches import ForwardPatches
-from profiler.workload.model_caches import ModelCaches
-from profiler.workload.snapshot import preserved
-from profiler.workload.steps import causes_of
-from profiler.workload.workload import Workload
-
-_TORCH = str(Path(torch.__file__).parent)
-_FAILED = re.compile(r"fake tensor call\n.*: got (\w+\(.*\))$", re.M)  # An op that fails on the arguments that it got.
-REMEDY = "a plan of stages works there: profile without graph=True"
 
 
 class CaptureError(ValueError):
-    """A model whose step is no single graph of ops; the message names where it breaks, and what to do."""
+    """A call that is no single graph of ops, or cannot run as one; the message says why."""
 
 
 @dataclass(frozen=True)
 class JointGraph:
-    """Forward and backward of one call of a model, traced together.
+    """Forward and backward of one call of a module, traced together.
 
     Attributes:
         module: its inputs are what the forward reads (parameters, buffers, the batch) and, named ``tangents_...``,
@@ -162,185 +134,3 @@ def storages_of(node: Any) -> dict[int, int]:
 
 
 MODULE = "planner_module"  # in what tracing notes of an op: the module that calls it
-
-
-class _Captured(Exception):
-    """Ends the step whose graph has been traced."""
-
-
-def capture(workload: Workload) -> JointGraph:
-    """Trace the workload's forward and backward.
-
-    Raises:
-        CaptureError: the forward is no single graph, or needs no backward.
-    """
-    with preserved(workload), ModelCaches(workload.model).off():
-        return traced(workload.model, workload.step)
-
-
-def traced(model: nn.Module, step: Callable[[], object]) -> JointGraph:
-    """Trace a model's forward and backward where it is first called; tensors may be fake.
-
-    Args:
-        model: in training mode.
-        step: calls it; ended by the first call.
-
-    Raises:
-        CaptureError: the forward is no single graph, or needs no backward.
-    """
-    graphs: list[JointGraph] = []
-
-    def partition(module: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        graphs.append(JointGraph(module, num_fwd_outputs))
-        raise _Captured
-
-    backend = aot_autograd(fw_compiler=never_compiled, partition_fn=partition)
-    with capturing(model, backend):
-        try:
-            step()
-        except Exception:  # torch puts what ends the step into errors of its own.
-            if not graphs:
-                raise
-    if not graphs:
-        raise CaptureError(
-            f"profile: expected a forward whose outputs need gradients, got one that computes none; {REMEDY}"
-        )
-    return graphs[0]
-
-
-@contextmanager
-def capturing(
-    model: nn.Module, backend: Any, unused: Collection[int] = (), wanted: Callable[[], bool] = lambda: True
-) -> Iterator[None]:
-    """Within it the model's forward is compiled by a backend, whole, in training; in evaluation it is as it was.
-
-    Args:
-        model: to compile.
-        backend: of torch.compile.
-        unused: places of outputs that need no gradient.
-        wanted: whether the compiled forward is, at each call; else it is as it was.
-
-    Raises:
-        CaptureError: a step within it ends since the forward is no single graph.
-    """
-    plain = model.forward
-    compiled = compiled_whole(without_gradients(plain, unused), backend)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        trains = model.training and torch.is_grad_enabled()
-        return (compiled if trains and wanted() else plain)(*args, **kwargs)
-
-    patches = ForwardPatches()
-    patches.wrap(model, lambda _: run)
-    try:
-        yield
-    except Exception as error:
-        raise_as_said(error, CaptureError)
-        raise
-    finally:
-        patches.remove()
-        PhiloxStateTracker.reset()  # As tracing leaves it, it holds the mode of fake tensors, and by it the graph.
-
-
-def compiled_whole(forward: Forward, backend: Any) -> Forward:
-    """A forward compiled by a backend as one graph, of the shapes that it is called with."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo begins in no frame of torch's own: Sequential.forward is one.
-        return forward(*args, **kwargs)
-
-    # Made once, with the functions of torch as they are then: a step of the user's own has torch.autograd.grad watched.
-    TorchInGraphFunctionVariable._get_handlers()
-    # Dynamo counts what it compiles of a piece of code, and gives up after eight: each model has its own.
-    call.__code__ = call.__code__.replace()
-    compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
-    patched = {
-        "ignore_logging_functions": _Functions({*torch._dynamo.config.ignore_logging_functions, *_log_calls()}),
-        # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
-        "fake_tensor_cache_enabled": False,
-        "skip_nnmodule_hook_guards": False,  # A hook that comes after the first step would never run.
-    }
-
-    settings = torch._dynamo.config.patch(patched)  # One for all calls: each keeps a context variable for good.
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with settings:
-            return compiled(*args, **kwargs)
-
-    weakref.finalize(run, _forget_compiled, call.__code__, backend).atexit = False
-    return run
-
-
-def _forget_compiled(code: types.CodeType, backend: Any) -> None:
-    """Dynamo keeps what it compiled, and by it the graph, in tables of code and of backends, which nothing clears."""
-    torch._dynamo.reset_code(code)
-    for key, each in list(cached_backends.items()):
-        if backend in (each, getattr(each, "compiler_fn", None)):
-            del cached_backends[key]
-
-
-class _Functions(dict[Any, Any]):
-    """Functions that JSON takes for an empty object.
-
-    torch 2.11 writes this setting as JSON beside the seconds of each compilation, sorted, and logs an error where it
-    cannot; newer ones leave it out.
-    """
-
-    def __init__(self, functions: Iterable[Any]) -> None:
-        super().__init__()
-        self._functions = frozenset(functions)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._functions)
-
-    def __contains__(self, function: object) -> bool:
-        return function in self._functions
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Functions:
-        return self
-
-
-def _log_calls() -> list[Any]:
-    """Methods of loggers, also those that libraries add: a line in a log is no reason for a break."""
-    found = vars(logging.Logger).items()
-    return [method for name, method in found if name.startswith(("debug", "info", "warn", "error", "log", "exception"))]
-
-
-def never_compiled(module: fx.GraphModule, _: Any) -> Any:
-    """A compiler for forwards that compute nothing to train; it raises CaptureError."""
-    raise CaptureError(
-        "profile: expected a forward that computes something to train, got one without; unfreeze what is to be trained"
-    )
-
-
-def raise_as_said(error: Exception, ours: type[Exception]) -> None:
-    """Raise, instead of an error of compiling, ours that it came from, or where the graph breaks, if it is either.
-
-    Args:
-        error: that a call of a compiled forward raised.
-        ours: what a backend raises.
-    """
-    causes = [*causes_of(error)]
-    for cause in causes:
-        if isinstance(cause, (CaptureError, ours)):
-            raise cause
-    torchs = next((cause for cause in causes if isinstance(cause, TorchDynamoException)), None)
-    if torchs is None or any(isinstance(cause, BackendCompilerFailed) for cause in causes):
-        return
-    said = [line.strip() for line in str(torchs).strip().splitlines()]
-    where = _line_of_forward(said)
-    if failed := _FAILED.search(str(torchs)):
-        raise CaptureError(
-            f"forward: expected ops that run on what they get, got {failed[1]}{where and f' ({where})'}; correct the "
-            "model or its inputs; where they run without a plan, plan stages"
-        ) from error
-    raise CaptureError(
-        f"profile: expected a forward that torch.compile traces as one graph, got a break ({said[0]}"
-        f"{where and f', {where}'}); {REMEDY}"
-    ) from error
-
-
-def _line_of_forward(said: list[str]) -> str:
-    """The innermost line of the traceback in torch's words; one that is not torch's own where there is any."""
-    lines = [number for number, line in enumerate(said) if line.startswith("File ")]
-    own = [number for number in lines if not said[number].startswith(f'File "{_TORCH}')]
-    return ": ".join(said[(own or lines)[-1] : (own or lines)[-1] + 2]) if lines else ""

@@ -1,8 +1,7 @@
 """From an order of runs to a program for forward and one for backward.
 
 Views are made anew of what they look at. What backward needs and does not make, forward hands over: torch saves it. A
-value goes after its last use, as the generated code says. Of a value that waits in host memory forward hands over
-what stands for the copy.
+value goes after its last use, as the generated code says.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import operator
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,28 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
-from profiler.capture.joint_graph import JointGraph, storages_of
+from profiler.capture.joint_graph import JointGraph
 from profiler.capture.random_ops import device_of, draws, random_state, run_from_state
 from profiler.capture.step_dataflow import STATISTICS, is_batch_norm, second_call
 from profiler.step_graph import StepGraph
-from profiler.step_replay import StepCopy, StepRuns, with_copies
-
-
-class CopyCalls(NamedTuple):
-    """What programs call to copy values to host memory and back.
-
-    Attributes:
-        send: begins to copy the storage under all of its arguments; returns a tensor without bytes that stands for the
-            copy, and which autograd can save.
-        release: waits until a copy is done: takes what stands for it, and what was copied.
-        fetch: begins to copy back, of what stands for a copy.
-        arrive: waits for what ``fetch`` returned; returns the copied value in this place.
-    """
-
-    send: Callable[..., Tensor]
-    release: Callable[..., None]
-    fetch: Callable[[Tensor], Any]
-    arrive: Callable[[Any, int], Tensor]
+from profiler.step_replay import StepRuns
 
 
 class StepOrder(NamedTuple):
@@ -48,14 +30,10 @@ class StepOrder(NamedTuple):
 
     Attributes:
         forward, backward: names of ops, each as often as it is to run.
-        copies: to host memory and back between the runs, of storages as ``step_graph_of`` numbers them.
-        calls: that make them.
     """
 
     forward: Sequence[str]
     backward: Sequence[str]
-    copies: Sequence[StepCopy] = ()
-    calls: CopyCalls | None = None
 
     @classmethod
     def of(cls, step: StepGraph, runs: StepRuns) -> StepOrder:
@@ -85,43 +63,39 @@ def programs_of(graph: JointGraph, order: StepOrder) -> tuple[fx.GraphModule, fx
         what was saved and the gradients of the outputs, and returns the gradients of the inputs.
     """
     by_name = {op.name: op for op in graph.ops}
-    first, then = ([by_name[name] for name in names] for names in (order.forward, order.backward))
+    first, then = ([by_name[name] for name in names] for names in order)
     runs = Counter([*first, *then])
     values = _Values(graph)
-    forward = _Writer(values, (op for op in runs if runs[op] > 1), (), order.calls)
+    forward = _Writer(values, (op for op in runs if runs[op] > 1), ())
     for node in graph.inputs:
         forward.take(node)
-    for op in with_copies(first, "forward", order.copies):
+    for op in first:
         forward.run(op)
-    following = [*with_copies(then, "backward", order.copies)]
-    saved = values.missing_in(following, set(first), graph.outputs[graph.forward_outputs :])
+    saved = values.missing_in(then, set(first), graph.outputs[graph.forward_outputs :])
     states = [op for op in dict.fromkeys(then) if op in forward.states]
-    tickets = [*dict.fromkeys(copy.storage for copy in following if isinstance(copy, StepCopy))]
-    forward.finish([*graph.outputs[: graph.forward_outputs], *saved], states, tickets)
-    backward = _Writer(values, (op for op in then if runs[op] > 1), first, order.calls)
+    forward.finish([*graph.outputs[: graph.forward_outputs], *saved], states)
+    backward = _Writer(values, (op for op in then if runs[op] > 1), first)
     for node in saved:
         backward.take(node)
     for op in states:
         backward.take_state(op)
-    for storage in tickets:
-        backward.take_ticket(storage)
     for node in graph.tangents:
         backward.take(node)
-    for op in following:
+    for op in then:
         backward.run(op)
-    backward.finish(graph.outputs[graph.forward_outputs :], (), ())
+    backward.finish(graph.outputs[graph.forward_outputs :], ())
     return fx.GraphModule(graph.module, forward.graph), fx.GraphModule(graph.module, backward.graph)
 
 
 def outputs_program(graph: JointGraph, order: StepOrder) -> fx.GraphModule:
     """The program of a forward that hands nothing over: it takes the graph's inputs and returns its outputs."""
     by_name = {op.name: op for op in graph.ops}
-    writer = _Writer(_Values(graph), (), (), None)
+    writer = _Writer(_Values(graph), (), ())
     for node in graph.inputs:
         writer.take(node)
     for name in order.forward:
         writer.run(by_name[name])
-    writer.finish(graph.outputs[: graph.forward_outputs], (), ())
+    writer.finish(graph.outputs[: graph.forward_outputs], ())
     return fx.GraphModule(graph.module, writer.graph)
 
 
@@ -141,10 +115,11 @@ def _direct_call(node: fx.Node) -> Any:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable or draws(node):
         return None
-    if not any(isinstance(argument.type, torch.TensorType) for argument in op._schema.arguments):
+    taken = [str(argument.type) for argument in op._schema.arguments]
+    if {"Tensor", "List[Tensor]"}.isdisjoint(taken) or "List[Optional[Tensor]]" in taken:  # Of indices some are None.
         return None
     name = op._schema.name.removeprefix("aten::")
-    found = (getattr(space, name, None) for space in (torch, torch._C._nn))
+    found = (getattr(space, name, None) for space in (torch, torch._C._nn))  # type: ignore[attr-defined]
     return next((function for function in found if isinstance(function, types.BuiltinFunctionType)), None)
 
 
@@ -153,7 +128,6 @@ class _Values:
 
     def __init__(self, graph: JointGraph) -> None:
         self._makers = set(graph.makers.values())
-        self._made = [*graph.makers.items()]
         self._needed = {*graph.ops}
         self._tangents = set(graph.tangents)
 
@@ -164,16 +138,11 @@ class _Values:
         items = [user for user in op.users if user.target is operator.getitem and user in self._needed]
         return [item for item in items if not (again and is_batch_norm(op) and item.args[1] in STATISTICS)]
 
-    def over(self, storage: int) -> list[fx.Node]:
-        """What lies in a storage of this number."""
-        key, op = self._made[storage]
-        return [value for value in self.made_by(op, again=False) if key in storages_of(value)]
-
-    def missing_in(self, ops: Iterable[fx.Node | StepCopy], ran: set[fx.Node], outputs: Iterable[Any]) -> list[fx.Node]:
+    def missing_in(self, ops: Iterable[fx.Node], ran: set[fx.Node], outputs: Iterable[Any]) -> list[fx.Node]:
         """What ops and outputs read that ops before them do not make, gradients of outputs left out.
 
         Args:
-            ops: in the order of their runs, with the copies between them.
+            ops: in the order of their runs.
             ran: the ops that have run before.
             outputs: what is returned in the end.
         """
@@ -190,13 +159,6 @@ class _Values:
                 read(source)
 
         for op in ops:
-            if isinstance(op, StepCopy):
-                for value in self.over(op.storage):
-                    if op.kind == "fetch":
-                        made.add(value)
-                    else:
-                        read(value)
-                continue
             for source in inputs_of(op, again=op in ran):
                 read(source)
             made.update(self.made_by(op, again=op in ran))
@@ -225,16 +187,13 @@ class _Writer:
         values: of the joint graph.
         again: ops that will run again.
         ran: ops that have run before this program.
-        calls: that make copies.
 
     Attributes:
         graph: the program.
         states: by op the state of the generator that its first run drew from.
     """
 
-    def __init__(
-        self, values: _Values, again: Iterable[fx.Node], ran: Iterable[fx.Node], calls: CopyCalls | None
-    ) -> None:
+    def __init__(self, values: _Values, again: Iterable[fx.Node], ran: Iterable[fx.Node]) -> None:
         self.graph = fx.Graph()
         self.graph.set_codegen(_BoxedCodeGen())
         self.states: dict[fx.Node, fx.Node] = {}
@@ -242,9 +201,6 @@ class _Writer:
         self._again, self._ran = set(again), set(ran)
         self._now: dict[fx.Node, fx.Node] = {}  # by node of the joint graph what stands for it
         self._views: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # each with what it was made of
-        self._calls = calls
-        self._tickets: dict[int, fx.Node] = {}  # by storage what stands for its copy
-        self._coming: dict[fx.Node, tuple[fx.Node, int]] = {}  # by value the copy back, and its place there
 
     def take(self, node: fx.Node) -> None:
         """The program takes this."""
@@ -257,16 +213,8 @@ class _Writer:
         self.states[op] = self.graph.placeholder(f"{op.name}_state")
         self.states[op].meta["val"] = _fake_state(op)
 
-    def take_ticket(self, storage: int) -> None:
-        """The program takes what stands for the copy of this storage."""
-        self._tickets[storage] = self.graph.placeholder(f"copy_{storage}")
-        self._tickets[storage].meta["val"] = self._fake_ticket(storage)
-
-    def run(self, op: fx.Node | StepCopy) -> None:
-        """An op runs, for the first time or again; or something is copied."""
-        if isinstance(op, StepCopy):
-            self._copy(op)
-            return
+    def run(self, op: fx.Node) -> None:
+        """An op runs, for the first time or again."""
         again = op in self._ran
         result = self._rerun(op) if again else self._first_run(op)
         self._ran.add(op)
@@ -277,26 +225,10 @@ class _Writer:
                 self._now[value] = self.graph.call_function(operator.getitem, (result, value.args[1]))
                 self._now[value].meta = dict(value.meta)
 
-    def finish(self, outputs: Iterable[Any], states: Iterable[fx.Node], tickets: Iterable[int]) -> None:
-        """The program returns these, the states that ops drew from, and what stands for copies of storages."""
+    def finish(self, outputs: Iterable[Any], states: Iterable[fx.Node]) -> None:
+        """The program returns these, and the states that ops drew from."""
         returned = [self._of(each) if isinstance(each, fx.Node) else each for each in outputs]
-        self.graph.output((*returned, *(self.states[op] for op in states), *(self._tickets[s] for s in tickets)))
-
-    def _copy(self, copy: StepCopy) -> None:
-        values, calls = self._values.over(copy.storage), self._calls
-        assert calls is not None
-        if copy.kind == "send":
-            ticket = self.graph.call_function(calls.send, tuple(map(self._of, values)))
-            ticket.meta["val"] = self._fake_ticket(copy.storage)
-            self._tickets[copy.storage] = ticket
-        elif copy.kind == "release":
-            self.graph.call_function(calls.release, (self._tickets[copy.storage], *map(self._of, values)))
-        else:
-            coming = self.graph.call_function(calls.fetch, (self._tickets[copy.storage],))
-            self._coming.update({value: (coming, place) for place, value in enumerate(values)})
-
-    def _fake_ticket(self, storage: int) -> Tensor:
-        return _fake_mode_of(self._values.over(storage)[0]).from_tensor(torch.empty(0, device="cpu"))
+        self.graph.output((*returned, *(self.states[op] for op in states)))
 
     def _first_run(self, op: fx.Node) -> fx.Node:
         if draws(op) and op in self._again:
@@ -315,10 +247,6 @@ class _Writer:
 
     def _of(self, node: fx.Node) -> fx.Node:
         """What stands for a node of the joint graph now; a view is made where there is none of what it looks at."""
-        if node in self._coming:
-            assert self._calls is not None
-            self._now[node] = self.graph.call_function(self._calls.arrive, self._coming.pop(node))
-            self._now[node].meta = dict(node.meta)
         if node in self._now:
             return self._now[node]
         sources = [self._of(source) for source in node.all_input_nodes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -83,10 +83,11 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     optimizer = joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
     evaluations = measured.memory.get(Mark("evaluation"), [])
     assembly = _Assembly(measured, resident.total)
+    stages = assembly.records()
     return Profile(
         **what_ran_where(workload),
         precision=precision_of(workload.model, workload.autocast) + (COMPILED if is_compiled(workload.model) else ""),
-        stages=assembly.records(),
+        stages=stages,
         shared=assembly.shared(),
         resident=resident,
         optimizer=optimizer,
@@ -94,7 +95,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         unplanned_seconds=statistics.median(measured.step_seconds),
         step_seconds=tuple(measured.step_seconds),
         op_records=_op_records(measured),
-        menus=tuple(measured.menus),
+        menus=tuple(_with_held_outputs(menu, number, stages) for number, menu in enumerate(measured.menus)),
         unseen=measured.unseen,
         unsteady=measured.unsteady,
         batch_sized=measured.batch_sized,
@@ -104,6 +105,15 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         evaluations=1 + len(evaluations),
         collective_bytes=_collective_bytes(workload, measured.trace),
     )
+
+
+def _with_held_outputs(menu: MenuRecord, number: int, stages: Sequence[StageRecord]) -> MenuRecord:
+    """The menu whose programs take into account that others hold what one of its stages returns through backward."""
+    held = any(s.menu == number and s.lasting_output_bytes > s.own_output_bytes for s in stages)
+    if menu.graph is None or not held:
+        return menu
+    orders = [option.runs for option in menu.options if option.runs is not None]
+    return replace(menu, outputs_held=True).with_programs(orders)
 
 
 def _evaluation(workload: Workload, evaluations: list[Phase], seconds: float) -> Phase:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from profiler.capture.joint_graph import REMEDY, CaptureError, JointGraph, module_of, storages_of
+from profiler.capture.joint_graph import CaptureError, JointGraph, module_of, storages_of
 from profiler.capture.step_dataflow import library_of, second_call, step_graph_of
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
 from profiler.step_graph import StepGraph, StepOp, StepStorage
@@ -225,7 +225,7 @@ def _run(call: _Call) -> Any:
         module = module_of(call.op)
         raise CaptureError(
             f"profile: expected ops that can be measured by themselves, got {call.target}"
-            f"{module and f' in {module}'}, which says {error}; {REMEDY}"
+            f"{module and f' in {module}'}, which says {error}"
         ) from error
 
 

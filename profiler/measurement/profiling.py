@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -188,7 +187,7 @@ def _failure(error: Exception) -> str:
             "one of an iterator"
         )
     if "torch.func" in str(error) and "saved tensor hooks" in str(error):
-        return f"{type(error).__name__}: {str(error).splitlines()[0]} Profile it by single ops: graph=True, or --graph"
+        return f"{type(error).__name__}: {str(error).splitlines()[0]} A step that calls torch.func cannot be planned"
     return f"{type(error).__name__}: {error}; leave what fails out of the workload"
 
 

@@ -12,12 +12,12 @@ from typing import Literal
 
 from torch import nn
 
+from profiler.records import WHOLE_MODEL
 from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.step_record import Call, Trace
 
 StagePattern = str | type[nn.Module]
 Stages = Sequence[StagePattern] | Literal["whole"] | None
-WHOLE_MODEL = "the model"  # what its call is called where it is one stage
 
 # A finer cut must pay: with fewer, larger stages there is less to patch and more to choose inside them.
 # A cut is taken if its memory is at most this factor above the best cut's.

@@ -190,8 +190,7 @@ class _Watch:
         if self.transformed:
             raise StepError(
                 "the step calls the model under torch.func (jvp, grad, vmap) or forward-mode differentiation, whose "
-                "tensors stand for others and cannot be made again; call torch.func inside the forward of a module, "
-                "train that, and plan it by single ops (graph=True, or --graph)"
+                "tensors stand for others and cannot be made again; plan a step without them"
             )
         if not self.backwards:
             raise StepError(

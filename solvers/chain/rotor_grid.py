@@ -145,10 +145,7 @@ def level_grid(chain: Chain, chain_bytes: ChainBytes, slots: int) -> Grid:
 def _most_seconds(chain: Chain) -> float:
     """More than any schedule of the table lasts: one forward per stage before each backward, and one to start with."""
     count = len(chain.stages)
-    slowest = [
-        max(o.rerun_seconds + o.backward_seconds for o in stage.options)
-        for stage in chain.stages
-    ]
+    slowest = [max(o.rerun_seconds + o.backward_seconds for o in stage.options) for stage in chain.stages]
     return (count + 2) * (sum(stage.forward_seconds for stage in chain.stages) + sum(slowest))
 
 
@@ -207,7 +204,8 @@ def keep_columns(sizes: ChainBytes, packing: CostPacking) -> list[OptionColumn]:
         forward, again, backward = map(
             packing.cost, (option.forward_seconds, option.rerun_seconds, option.backward_seconds)
         )
-        return o, forward + backward, again + backward, sizes.keep(s, s, o)[1], sizes.backward(s, o), option.forward_peak_bytes
+        shift_bytes = sizes.keep(s, s, o)[1]
+        return o, forward + backward, again + backward, shift_bytes, sizes.backward(s, o), option.forward_peak_bytes
 
     return _columns([[row(s, o, x) for o, x in enumerate(stage.options)] for s, stage in enumerate(sizes.stages)])
 

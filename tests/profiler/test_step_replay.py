@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from profiler.step_graph import StepGraph, StepOp, StepStorage
-from profiler.step_replay import StepCopy, StepRuns, replay_step, runs_once
+from profiler.step_replay import StepRuns, replay_step, runs_once
 
 A, B, OUT, TANGENT, GRAD_B, GRAD = range(6)
 SIZES = (10, 20, 40, 80, 160, 320)
@@ -31,7 +31,7 @@ def step() -> StepGraph:
 
 
 def test_each_op_once() -> None:
-    replay = replay_step(step(), runs_once(step()), held=True)
+    replay = replay_step(step(), runs_once(step()))
     assert replay.forward.peaks == (10, 1030, 70)
     assert replay.forward.alive == (10, 30, 70)
     assert (replay.backward.start_bytes, replay.backward.peaks) == (110, (270, 490))
@@ -40,7 +40,7 @@ def test_each_op_once() -> None:
 
 
 def test_what_runs_again_is_not_handed_over_but_the_state_of_its_random_numbers_is() -> None:
-    replay = replay_step(step(), StepRuns((0, 1, 2), (0, 1, 3, 4)), held=True)
+    replay = replay_step(step(), StepRuns((0, 1, 2), (0, 1, 3, 4)))
     assert replay.forward.peaks == (17, 1037, 67)  # a goes after b, b after out
     assert replay.forward.end_bytes == 40 + STATE
     assert replay.backward.start_bytes == 80 + STATE
@@ -55,71 +55,42 @@ def test_what_runs_again_is_counted_beyond_the_first_run() -> None:
 
 def test_what_is_made_twice_is_two_storages_one_after_the_other() -> None:
     again = StepRuns((0, 1, 2, 1), (3, 4))
-    replay = replay_step(step(), again, held=True)
+    replay = replay_step(step(), again)
     assert replay.forward.alive == (10, 30, 50, 70)  # the first b goes after out, the second is handed over
-    assert replay.backward == replay_step(step(), runs_once(step()), held=True).backward
+    assert replay.backward == replay_step(step(), runs_once(step())).backward
 
 
 def test_a_second_run_makes_no_statistics_so_those_of_the_first_are_handed_over() -> None:
     plain = step()
     ops = (replace(plain.ops[0], makes=(A, B), once_makes=(B,), state_bytes=0), *plain.ops[2:])
     statistics = replace(plain, ops=ops)
-    replay = replay_step(statistics, StepRuns((0, 1), (0, 2, 3)), held=True)
+    replay = replay_step(statistics, StepRuns((0, 1), (0, 2, 3)))
     assert replay.forward.end_bytes == SIZES[B] + SIZES[OUT]
     assert replay.backward.start_bytes == SIZES[TANGENT] + SIZES[B]
     assert replay.backward.peaks[0] == SIZES[TANGENT] + SIZES[B] + SIZES[A]
 
 
-def test_what_forward_returns_counts_in_backward_where_it_is_handed_over_and_nobody_holds_it() -> None:
-    reading = step()
-    grad = replace(reading.ops[4], reads=(GRAD_B, A, OUT))
-    reading = replace(reading, ops=(*reading.ops[:4], grad))
-    held, let_go = (replay_step(reading, runs_once(reading), held=held) for held in (True, False))
+def test_what_forward_returns_counts_in_backward_where_it_is_handed_over() -> None:
+    reading = replace(step(), ops=(*step().ops[:4], replace(step().ops[4], reads=(GRAD_B, A, OUT))))
+    plain, handed = (replay_step(each, runs_once(each)) for each in (step(), reading))
+    assert handed.forward == plain.forward
+    assert handed.backward.start_bytes - plain.backward.start_bytes == SIZES[OUT]
+    assert handed.backward.peak_bytes - plain.backward.peak_bytes == SIZES[OUT]
+    assert handed.backward.end_bytes == plain.backward.end_bytes
+
+
+def test_gradients_that_others_hold_count_until_backward_ends() -> None:
+    let_go, held = (replay_step(step(), runs_once(step()), gradients_held=held) for held in (False, True))
     assert held.forward == let_go.forward
-    assert let_go.backward.start_bytes - held.backward.start_bytes == SIZES[OUT]
-    assert let_go.backward.peak_bytes - held.backward.peak_bytes == SIZES[OUT]
-    assert let_go.backward.end_bytes == held.backward.end_bytes
+    assert held.backward.peaks[1] - let_go.backward.peaks[1] == SIZES[TANGENT]
+    assert held.backward.end_bytes - let_go.backward.end_bytes == SIZES[TANGENT]
 
 
 def test_between_the_programs_what_is_written_into_buffers_is_gone() -> None:
     writing = step()
     storages = (*writing.storages[:B], replace(writing.storages[B], written=True), *writing.storages[B + 1 :])
-    once = replay_step(replace(writing, storages=storages), runs_once(writing), held=True)
-    again = replay_step(replace(writing, storages=storages), StepRuns((0, 1, 2), (0, 1, 3, 4)), held=True)
+    once = replay_step(replace(writing, storages=storages), runs_once(writing))
+    again = replay_step(replace(writing, storages=storages), StepRuns((0, 1, 2), (0, 1, 3, 4)))
     assert once.handed == {A, B}
     assert once.between_bytes == SIZES[A] + SIZES[B] + SIZES[OUT]
     assert (again.forward.end_bytes, again.between_bytes) == (SIZES[B] + SIZES[OUT] + STATE, SIZES[OUT] + STATE)
-
-
-SEND, LET_GO = (StepCopy(kind=kind, storage=A, side="forward", before=2) for kind in ("send", "release"))
-FETCH = StepCopy(kind="fetch", storage=A, side="backward", before=0)
-
-
-def test_what_waits_in_host_memory_counts_until_it_may_go_and_from_when_it_is_fetched() -> None:
-    plain = replace(step(), ops=(replace(step().ops[0], state_bytes=0), *step().ops[1:]))
-    once = runs_once(plain)
-    early = replay_step(plain, once, held=True, copies=(SEND, LET_GO, FETCH))
-    assert early.forward.peaks == (10, 1030, 60)
-    assert (early.forward.alive, early.forward.end_bytes) == ((10, 30, 60), 60)
-    assert (early.backward.start_bytes, early.backward.peaks) == (100, (270, 490))
-    assert (early.between_bytes, early.handed & {A, B}) == (60, {B})
-    late = replay_step(plain, once, held=True, copies=(SEND, replace(LET_GO, before=3), replace(FETCH, before=1)))
-    assert late.forward.peaks == (10, 1030, 70)
-    assert (late.forward.alive, late.forward.end_bytes) == ((10, 30, 70), 60)
-    assert (late.backward.start_bytes, late.backward.peaks) == (100, (260, 490))
-
-
-def test_what_is_fetched_goes_after_its_reader_and_may_be_fetched_once_more() -> None:
-    plain = replace(step(), ops=(replace(step().ops[0], state_bytes=0), *step().ops[1:]))
-    again = StepRuns((0, 1, 2, 1), (3, 4))  # b runs again, and reads a
-    back = StepCopy(kind="fetch", storage=A, side="forward", before=3)
-    replay = replay_step(plain, again, held=True, copies=(SEND, LET_GO, back, replace(FETCH, before=1)))
-    assert replay.forward.peaks == (10, 1030, 60, 1070)
-    assert replay.forward.alive == (10, 30, 40, 60)
-    assert replay.backward.peaks == (260, 490)
-
-
-def test_what_is_sent_and_not_let_go_of_is_as_without() -> None:
-    plain, once = step(), runs_once(step())
-    with_copy, without = (replay_step(plain, once, held=True, copies=copies) for copies in ((SEND,), ()))
-    assert (with_copy.forward, with_copy.backward) == (without.forward, without.backward)

@@ -57,7 +57,7 @@ def differences(plain: Any, frugal: Any, where: str = "") -> Iterator[str]:
 
 def between(first: planner.Profile, second: planner.Profile) -> list[str]:
     """What differs besides seconds and how it was measured."""
-    alike = {"frugal": False, "link": None, "whole_graph_bytes": None}
+    alike = {"frugal": False, "link": None}
     pair = (dataclasses.replace(each, **alike) for each in (first, second))
     return list(differences(*map(without_seconds, pair)))
 

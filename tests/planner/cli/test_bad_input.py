@@ -224,6 +224,5 @@ def test_a_file_name_that_no_folder_takes_is_refused(files, tmp_path):
 
 
 def test_options_that_a_kind_of_profile_does_not_have_are_refused():
-    assert "--no-menus" in refused("profile", "zoo:mlp", "--graph", "--no-menus")
     simulated = ["advise", "zoo:mlp", "--world-size", "2", "--shard", "ddp", "--batch-key", "rows"]
     assert "--batch-key: expected none with simulated ranks" in refused(*simulated)

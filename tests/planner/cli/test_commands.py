@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 
 import planner
 from planner import zoo
-from planner.cli import demo, demo_both_kinds
+from planner.cli import demo
 from planner.cli.shell import spread
 from planner.plans.pareto_curves import COLUMNS
 from profiler.json_files import write_document
@@ -108,7 +107,7 @@ def test_solve_without_menus_wants_a_profile_alone(blocks, tmp_path):
     (tmp_path / "rules.toml").write_text('[[rules]]\nmodules = "transformer.h.1"\n')
     chain = refused("solve", tmp_path / "chain.json", "--budget", "60%", "--no-menus")
     rules = refused("solve", tmp_path / "profile.json", "--rules", tmp_path / "rules.toml", "--no-menus")
-    assert "--no-menus: expected a profile of stages alone, got a problem file" in chain and "got rules" in rules
+    assert "--no-menus: expected a profile alone, got a problem file" in chain and "got rules" in rules
 
 
 def test_an_infeasible_budget_exits_3_and_the_smallest_one_it_names_is_feasible(files):
@@ -266,30 +265,17 @@ def test_what_was_measured_is_in_the_json_of_show(files):
 @pytest.mark.slow
 def test_the_demo_goes_the_whole_way(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = demo.run_demo(
-        build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024),
-        build_no_chain=lambda: zoo.build("densenet", batch=4, layers=2, image=16),
-    )
+    found = demo.run_demo(build=lambda: zoo.build("mlp", layers=8, hidden=32, batch=1024))
     assert (tmp_path / "planner-demo" / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    first, second = capsys.readouterr().out.split("5. Both kinds of plans")
-    assert "bit for bit" in first
-    rows = {words[0]: words[1:] for line in second.splitlines() if (words := re.split("  +", line.strip()))}
-    assert len(rows["smallest budget"]) == 2
-    assert rows["measured peak"][1] == rows["predicted peak"][1]
-    assert rows["losses, parameters"] == ["bit for bit", "bit for bit"]
+    assert "bit for bit" in capsys.readouterr().out
     assert json.loads(json.dumps(found)) == found and set(found["plan"]) >= SOLVE_KEYS
     assert found["planned"]["measured_peak_bytes"] == found["plan"]["predicted_peak_bytes"]
-    peaks = [f"{plan['measured_peak_bytes']:,} bytes" for plan in found["both_kinds"]["plans"]]
-    assert peaks == rows["measured peak"]
 
 
 def test_the_demo_refuses_a_plan_that_changes_the_losses(tmp_path, monkeypatch):
     plain = demo._Trained(1, (1.0,), [])
     with pytest.raises(ValueError, match="the same losses"):
         demo._check_same(plain, plain._replace(losses=(1.5,)))
-    ran = demo_both_kinds._Ran(1, 1.0, (1.0,), [])
-    with pytest.raises(ValueError, match="got others with a plan of single ops"):
-        demo_both_kinds._check_same({"no plan": ran, "stages": ran, "single ops": ran._replace(losses=(1.5,))})
 
 
 @pytest.mark.slow

@@ -20,16 +20,15 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "graph", "name"),
+    ("text", "name"),
     [
-        ("zoo:gpt2", False, "gpt2.profile.json"),
-        ("zoo:gpt2", True, "gpt2.graph.profile.json"),
-        ("models/my model.py:build", False, "my_model-build.profile.json"),
-        ("package.models:build", False, "models-build.profile.json"),
+        ("zoo:gpt2", "gpt2.profile.json"),
+        ("models/my model.py:build", "my_model-build.profile.json"),
+        ("package.models:build", "models-build.profile.json"),
     ],
 )
-def test_files_are_named_after_the_target(text, graph, name):
-    assert str(profile_file(TargetRecord(text=text), graph=graph)) == name
+def test_files_are_named_after_the_target(text, name):
+    assert str(profile_file(TargetRecord(text=text))) == name
 
 
 def test_a_profile_of_the_same_is_overwritten_and_of_anything_else_is_not(tmp_path):

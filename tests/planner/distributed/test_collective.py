@@ -114,7 +114,6 @@ def refused(rank: int) -> dict[str, str]:
         "frozen": said(lambda: planner.measure(frozen)),
         "plan": said(lambda: planner.apply(workload.model, budgets[rank])),
         "budget": said(lambda: planner.solve(profile, ("90%", "55%")[rank])),
-        "graph": said(lambda: planner.profile(workload, graph=True)),
         "untouched": str(planner.handle_of(workload.model)),
     }
 
@@ -136,7 +135,6 @@ def test_ranks_that_are_to_do_other_things_are_refused():
     assert "rank 1" in first["model"] and "frozen" in first["frozen"]
     assert "RankError: apply: expected the same plan on every rank" in first["plan"]
     assert "RankError: solve: expected the same budget on every rank, got 90% on rank 0" in first["budget"]
-    assert "profile: expected a profile of stages on 2 ranks, got graph=True" in first["graph"]
     assert first["untouched"] == "None"
 
 

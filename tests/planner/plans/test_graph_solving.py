@@ -1,61 +1,58 @@
-"""What plans of single ops claim of their time holds for the whole budget, and what is not proven is not said to be."""
+"""Orders of a call's ops keep the budget by their own replay, and the first difference of two graphs is named."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from typing import Any, NoReturn
 
 import pytest
 
 import planner
-from planner.plans import graph_solving
-from planner.steps.graph_problem import step_problem
-from profiler.records import LinkRecord, Phase
-from tests.support.step_profiles import KIB, chain_step, profile_of
+from planner.plans.graph_solving import GraphSearch, first_difference, order_within
+from planner.steps.graph_problem import StepProblem, step_problem
+from profiler.step_replay import StepRuns
+from tests.support.chain_steps import AROUND, KIB, chain_step
 
-PROFILE = profile_of(chain_step(layers=8))
 SIZE = 100 * KIB
+STEP = chain_step(layers=8)
+BESIDE = replace(AROUND, forward_bytes=SIZE, backward_bytes=SIZE, loss_bytes=SIZE)
 
 
-def beside(phase: Phase) -> Phase:
-    """The phase with the bytes of a storage beside it."""
-    start, peak, end = (size + SIZE for size in (phase.start_bytes, phase.peak_bytes, phase.end_bytes))
-    return replace(phase, start_bytes=start, peak_bytes=peak, end_bytes=end)
+def too_small(problem: StepProblem) -> StepProblem:
+    """The problem, whose graph counts one storage too few."""
+    return replace(problem, graph=replace(problem.graph, resident_bytes=problem.graph.resident_bytes - SIZE))
 
 
-def test_an_order_that_is_found_in_less_room_keeps_the_bound_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that counts one storage too few: the first order needs seven of them, and six are to be had."""
-    forward, between, backward = map(beside, (PROFILE.forward, PROFILE.between, PROFILE.backward))
-    profile = replace(PROFILE, forward=forward, between=between, backward=backward)
-
-    def with_less(*args: Any, **more: Any) -> Any:
-        problem = step_problem(*args, **more)
-        return replace(problem, graph=replace(problem.graph, resident_bytes=problem.graph.resident_bytes - SIZE))
-
-    wider = planner.solve(profile, 7 * SIZE, time_limit_seconds=2)
-    assert planner.solve(profile, 6 * SIZE, time_limit_seconds=2).status == "optimal"
-    monkeypatch.setattr(graph_solving, "step_problem", with_less)
-    plan = planner.solve(profile, 6 * SIZE, time_limit_seconds=2)
-    assert (plan.predicted_seconds, wider.predicted_seconds, plan.status) == (31, 28, "feasible")
-    assert plan.lower_bound_seconds == pytest.approx(wider.lower_bound_seconds)
-    assert plan.gap == pytest.approx((31 - plan.lower_bound_seconds) / 31)
+def found(budget_bytes: int, *, counts_too_few: bool = False) -> StepRuns:
+    problem = step_problem(STEP, BESIDE)
+    problem = too_small(problem) if counts_too_few else problem
+    return order_within(budget_bytes, STEP, BESIDE, problem, GraphSearch(time_limit_seconds=2))
 
 
-@pytest.mark.parametrize("proven_with_copies", [True, False])
-def test_nothing_is_proven_where_it_is_not_with_copies(
-    monkeypatch: pytest.MonkeyPatch, proven_with_copies: bool
-) -> None:
-    calls = itertools.count()
+def seconds_again(runs: StepRuns) -> float:
+    return sum(STEP.ops[ordinal].seconds for ordinal in runs.again.elements())
 
-    def refused(*_: Any) -> NoReturn:
-        first = next(calls) == 0
-        kind = planner.Infeasible if first or proven_with_copies else planner.NothingFound
-        raise kind(minimum_budget_bytes=7 if first else 9, reason="so it is", solver="auto", budget_bytes=5)
 
-    monkeypatch.setattr(graph_solving, "order_within", refused)
-    link = LinkRecord(to_host_bytes_per_second=SIZE, to_device_bytes_per_second=SIZE)
-    with pytest.raises((planner.Infeasible, planner.NothingFound)) as caught:
-        planner.solve(replace(PROFILE, link=link), 5 * SIZE)
-    assert next(calls) > 1 and caught.value.minimum_budget_bytes == 7
-    assert isinstance(caught.value, planner.Infeasible) == proven_with_copies
+def test_an_order_keeps_its_budget_where_its_graph_counts_too_little() -> None:
+    """The first order that is found there needs seven storages, and six are to be had."""
+    assert [seconds_again(found(count * SIZE)) for count in (7, 6)] == [4, 7]
+    runs = found(6 * SIZE, counts_too_few=True)
+    assert seconds_again(runs) == 7
+    assert BESIDE.peak_bytes(STEP, runs) <= 6 * SIZE
+
+
+def test_a_budget_that_nothing_fits_is_refused_with_what_is_known_to_fit() -> None:
+    with pytest.raises(planner.Infeasible) as refused:
+        found(3 * SIZE)
+    assert BESIDE.peak_bytes(STEP, found(refused.value.minimum_budget_bytes)) == refused.value.minimum_budget_bytes
+    with pytest.raises(planner.NothingFound) as nothing:
+        found(refused.value.minimum_budget_bytes - SIZE, counts_too_few=True)
+    assert nothing.value.minimum_budget_bytes == refused.value.minimum_budget_bytes
+
+
+def test_the_first_difference_of_two_graphs_is_named() -> None:
+    other = replace(STEP, ops=(STEP.ops[0], replace(STEP.ops[1], reads=()), *STEP.ops[2:]))
+    wider = replace(STEP, storages=(replace(STEP.storages[0], size_bytes=2 * SIZE), *STEP.storages[1:]))
+    assert first_difference(STEP, STEP) == first_difference(STEP, wider, sizes_differ=True) == ""
+    assert "other arguments" in first_difference(STEP, other)
+    assert f"makes [{2 * SIZE}] bytes" in first_difference(STEP, wider)
+    assert "where it had layer_7" in first_difference(STEP, chain_step(layers=7))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pandas as pd
@@ -10,21 +9,13 @@ import pytest
 
 import planner
 from planner import Offload
-from profiler.graph_profile import GraphProfile
-from profiler.records import Phase
+from planner.steps.graph_problem import step_problem
 from solvers import Chain, Link, Problem, solve_chain
 from solvers.problem.examples import equal_stages
+from tests.support.chain_steps import AROUND, KIB, chain_step
 from tests.support.chains import random_chain, with_offload_units
-from tests.support.step_profiles import KIB, chain_step, profile_of
 
-PROFILE = profile_of(chain_step(layers=8))
-PEAK = PROFILE.unplanned_peak_bytes  # ten storages of 100 KiB
-
-
-def with_optimizer(peak_bytes: int) -> GraphProfile:
-    """The profile with an optimizer step that takes so much."""
-    unplanned = max(peak_bytes, PROFILE.unplanned_peak_bytes)
-    return replace(PROFILE, optimizer=Phase(peak_bytes=peak_bytes), unplanned_peak_bytes=unplanned)
+GRAPH = step_problem(chain_step(layers=8), AROUND).graph  # its peak is ten storages of 100 KiB
 
 
 def points_and_bounds(table: pd.DataFrame) -> tuple[list[dict], dict[int, float]]:
@@ -33,12 +24,9 @@ def points_and_bounds(table: pd.DataFrame) -> tuple[list[dict], dict[int, float]
     return [row for row in rows if row["solver"] not in ("none", "lower_bound")], bounds
 
 
-@pytest.mark.parametrize("other_peak_bytes", [0, PEAK - 500 * KIB, PEAK - 200 * KIB, PEAK, 2 * PEAK])
-def test_no_bound_of_a_step_is_above_a_plan_that_fits(other_peak_bytes: int) -> None:
-    """The optimizer step is in no graph: points of small budgets move up to its peak, and their bounds do not."""
-    profile = with_optimizer(other_peak_bytes)
-    points, bounds = points_and_bounds(planner.pareto(profile, solvers=["auto"], time_limit_seconds=7))
-    assert min(row["budget_bytes"] for row in points) == min(bounds) == max(other_peak_bytes, 400 * KIB)
+def test_no_bound_of_a_graph_is_above_a_plan_that_fits() -> None:
+    points, bounds = points_and_bounds(planner.pareto(GRAPH, solvers=["auto"], time_limit_seconds=7))
+    assert min(row["budget_bytes"] for row in points) == min(bounds) == 400 * KIB
     for budget, bound in bounds.items():
         assert all(bound <= row["seconds"] * (1 + 1e-9) for row in points if row["budget_bytes"] <= budget)
     for row in points:
@@ -49,19 +37,10 @@ def test_no_bound_of_a_step_is_above_a_plan_that_fits(other_peak_bytes: int) -> 
         assert row["status"] == ("optimal" if is_optimal else "feasible")
 
 
-def test_each_evaluation_of_a_step_runs_ops_again() -> None:
-    once, thrice = (
-        points_and_bounds(planner.pareto(replace(PROFILE, evaluations=count), solvers=["moments"])) for count in (1, 3)
-    )
-    for one, three in zip(once[0], thrice[0], strict=True):
-        assert three["seconds"] == pytest.approx(24 + 3 * (one["seconds"] - 24))
-    assert max(thrice[1].values()) == pytest.approx(24 + 3 * (max(once[1].values()) - 24))
-
-
 def test_where_a_method_finds_nothing_the_bound_goes_up_to_the_unplanned_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.plans.pareto_curves.graph_frontier", lambda *_: [])
-    points, bounds = points_and_bounds(planner.pareto(PROFILE, solvers=["checkmate"]))
-    assert not points and (min(bounds), max(bounds)) == (400 * KIB, PEAK)
+    points, bounds = points_and_bounds(planner.pareto(GRAPH, solvers=["checkmate"]))
+    assert not points and (min(bounds), max(bounds)) == (400 * KIB, 1000 * KIB)
 
 
 @pytest.mark.parametrize("solver", ["rotor", "pofo"])

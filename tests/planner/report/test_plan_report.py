@@ -10,9 +10,8 @@ import planner
 from planner.explain.peak import Peak, PeakPart
 from planner.explain.timeline import Timeline
 from planner.report.alive_history import history_of
-from planner.report.decisions import decision_rows, op_tables
+from planner.report.decisions import op_tables
 from planner.report.plan_report import MeasuredRun, report_of_plan
-from tests.support.step_profiles import chain_step, profile_of
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +22,6 @@ def plan(files):
 @pytest.fixture(scope="module")
 def report(plan):
     return report_of_plan(plan)
-
-
-@pytest.fixture(scope="module")
-def graph_plan():
-    return planner.solve(profile_of(chain_step(layers=8)), "80%", time_limit_seconds=1)
 
 
 def moment(**sizes: int) -> Peak:
@@ -47,10 +41,7 @@ def test_a_history_has_only_what_changes():
     assert history.at(2) == {("kept", "add", "h.m"): 4}
 
 
-@pytest.mark.parametrize("kind", ["plan", "graph_plan"])
-def test_at_every_moment_what_is_alive_adds_up(kind, request):
-    plan = request.getfixturevalue(kind)
-    report = report_of_plan(plan, time_limit_seconds=0.5)
+def test_at_every_moment_what_is_alive_adds_up(plan, report):
     assert [step.timeline.planned for step in report.steps] == [False, True]
     for step in report.steps:
         sums = [sum(step.history.at(k).values()) for k in range(len(step.timeline.spans))]
@@ -69,15 +60,6 @@ def test_decisions_of_stages_add_up_to_the_plan(plan, report):
     freed = [row for row in rows if row.freed_bytes]
     assert freed and {row.decision for row in freed} <= {"recompute", "segment", "selective"}
     assert report.ops == op_tables(plan)
-
-
-def test_decisions_of_ops_add_up_to_the_plan(graph_plan):
-    assert graph_plan.recomputed_ops
-    rows = decision_rows(graph_plan)
-    assert sum(row.extra_seconds for row in rows) == pytest.approx(graph_plan.recomputed_seconds)
-    (table,) = op_tables(graph_plan)
-    assert sum(row.count for row in table.rows) == graph_plan.recomputed_ops
-    assert sum(row.size_bytes for row in table.rows) == sum(row.freed_bytes for row in rows) > 0
 
 
 def test_the_sentence_says_peak_and_cost(plan, report):

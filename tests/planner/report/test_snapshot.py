@@ -12,7 +12,6 @@ import planner
 from planner.report.plan_report import predicted_steps
 from planner.report.snapshot import snapshot_of, write_snapshot
 from tests.support.command_line import done
-from tests.support.step_profiles import chain_step, profile_of
 
 # What the viewer's own reader of pickles knows, after torch/utils/viz/MemoryViz.js.
 KNOWN = {
@@ -22,10 +21,8 @@ KNOWN = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["stages", "offload", "ops"])
+@pytest.fixture(scope="module", params=["stages", "offload"])
 def plan(request, files):
-    if request.param == "ops":
-        return planner.solve(profile_of(chain_step(layers=8)), "80%", time_limit_seconds=1)
     if request.param == "stages":
         return planner.Plan.load(files / "plan.json")
     profile = planner.Profile.load(files / "profile.json")

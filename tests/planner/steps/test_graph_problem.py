@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from planner.steps.graph_problem import LEAST_SECONDS, StepSurroundings, step_problem
 from profiler.step_graph import StepGraph, StepOp, StepStorage
-from solvers.graph.liveness import unplanned_replay
 
 KIB = 2**10
 BIG, OUT, SMALL = 10_000 * KIB, 20_000 * KIB, KIB
@@ -59,32 +58,6 @@ def test_large_parts_are_nodes_without_work() -> None:
     assert (saved.name, saved.inputs, saved.output_bytes) == ("norm_saved", ("norm",), BIG)
     assert back.inputs == ("norm_saved", "loss")
     assert {name: group.ops[0] for name, group in problem.groups.items()} == {"norm": 0, "exp": 1, "back": 2}
-
-
-def test_what_the_loop_holds_is_alive_at_the_end() -> None:
-    holding = replace(AROUND, backward_bytes=1000 + OUT, held_bytes=OUT)
-    held, let_go = (step_problem(small_step(SMALL), around).graph for around in (holding, AROUND))
-    assert held.resident_bytes == let_go.resident_bytes
-    assert (set(held.outputs), set(let_go.outputs)) == ({"exp"}, set())
-    resident = held.resident_bytes
-    assert unplanned_replay(held).timeline[-1].alive_bytes - resident == OUT
-    assert unplanned_replay(let_go).timeline[-1].alive_bytes == resident
-
-
-def test_what_the_loop_holds_does_not_go_and_come_again() -> None:
-    holding = replace(AROUND, backward_bytes=1000 + OUT, held_bytes=OUT)
-    held, let_go = (step_problem(small_step(SMALL), around).graph for around in (holding, AROUND))
-    assert [node.name for node in held.nodes if node.once] == ["exp", "loss", "back"]
-    assert [node.name for node in let_go.nodes if node.once] == ["loss", "back"]
-
-
-def test_a_large_part_that_the_loop_holds_does_not_go_and_its_op_may_run_again() -> None:
-    step = small_step(BIG)
-    returned = (replace(step.storages[0], returned=True), *step.storages[1:])
-    holding = replace(AROUND, backward_bytes=1000 + BIG + OUT, held_bytes=BIG + OUT)
-    norm, end, *_ = step_problem(replace(step, storages=returned), holding).graph.nodes
-    assert (norm.name, norm.once) == ("norm", False)
-    assert (end.name, end.once) == ("norm_kept", True)
 
 
 def test_a_second_run_that_draws_holds_the_state_of_now_beside_the_one_of_then() -> None:

@@ -98,7 +98,7 @@ def drawn(seed: int) -> StepGraph:
 def sides(step: StepGraph, ordinals: list[int]) -> tuple[SideReplay, SideReplay]:
     forward, backward = (tuple(k for k in ordinals if step.ops[k].side == side) for side in ("forward", "backward"))
     assert [*forward, *backward] == ordinals
-    replay = replay_step(step, StepRuns(forward, backward), held=False)
+    replay = replay_step(step, StepRuns(forward, backward))
     return replay.forward, replay.backward
 
 

@@ -1,23 +1,19 @@
-"""The dataflow of a step as plain data, by hand and against the zoo."""
+"""The dataflow of a captured call as plain data, by hand."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.joint_graph import capture
+from profiler.capture.captured_call import capture_call
 from profiler.capture.step_dataflow import CHANGES, step_graph_of
 from profiler.step_graph import StepGraph, StepOp
-from profiler.workload.workload import Workload
 
 ROWS, WIDTH, OUT = 8, 16, 4
 
 
 def graph_of(model: nn.Module, inputs: Tensor) -> StepGraph:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return step_graph_of(
-        capture(Workload(model=model, inputs=inputs, loss=lambda y: y.square().mean(), optimizer=optimizer))
-    )
+    return step_graph_of(capture_call(model, model.forward, (inputs,), {}).graph)
 
 
 def op_named(graph: StepGraph, kind: str) -> StepOp:
@@ -92,14 +88,8 @@ class Several(nn.Module):
         return [layer(x) for layer in self.layers]
 
 
-def summed(outputs: list[Tensor]) -> Tensor:
-    return torch.stack([output.square().mean() for output in outputs]).sum()
-
-
 def test_gradients_of_outputs_come_in_their_order() -> None:
-    model = Several()
-    work = Workload(model=model, inputs=torch.randn(ROWS, WIDTH), loss=summed)
-    sizes = [storage.size_bytes for storage in step_graph_of(capture(work)).storages if storage.of_loss]
+    sizes = [each.size_bytes for each in graph_of(Several(), torch.randn(ROWS, WIDTH)).storages if each.of_loss]
     assert sizes == [ROWS * (OUT + k) * 4 for k in range(12)]
 
 

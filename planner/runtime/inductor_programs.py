@@ -1,4 +1,4 @@
-"""Programs of forward and backward compiled by Inductor, with the plan's order of runs and all of its values.
+"""Programs of a stage compiled by Inductor, with the plan's order of runs and all of its values.
 
 Inductor would move a value into the kernels that read it, and join kernels that read the same: what it reads then lives
 longer than planned, and what is computed twice lives from the first time on. So each run's result is a buffer made in
@@ -10,13 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx_inner
@@ -30,17 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from profiler.capture.backend import OrderOf, backend_of
 from profiler.capture.random_ops import draws, random_state, run_from_state
-
-
-def inductor_backend(choose: OrderOf) -> Any:
-    """A backend that has Inductor compile the two programs.
-
-    Args:
-        choose: the order for a graph.
-    """
-    return backend_of(choose, partial(_compiled, is_backward=False), partial(_compiled, is_backward=True))
 
 
 def check_compiler(device: torch.device) -> None:
@@ -71,13 +60,24 @@ class _NeighboursOnly(InductorChoices):
         return follows and InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
 
-def _compiled(program: fx.GraphModule, inputs: Any, *, is_backward: bool) -> Callable[[list[Any]], Any]:
+def compiled_program(program: fx.GraphModule, *, is_backward: bool) -> Callable[[list[Any]], Any]:
+    """The program compiled: it takes a list of inputs, which it empties, and returns the outputs.
+
+    Args:
+        program: its inputs and what its ops make are known as fake tensors.
+        is_backward: that of a backward.
+    """
     _save_states_with_their_runs(program)
+    inputs = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode(inputs)
+    assert mode is not None
     with ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
         # Random numbers are those of torch's own ops, in the order of the program.
         stack.enter_context(config.patch(fallback_random=True, reorder_for_peak_memory=False))
         stack.enter_context(config.patch(inductor_choices_class=_NeighboursOnly))
         stack.enter_context(V.set_choices_handler(_NeighboursOnly()))
+        stack.enter_context(V.set_fake_mode(mode))
         decomposed = _decomposed(program, inputs)
         (output,) = decomposed.graph.find_nodes(op="output")
         # Saved tensors, too, have the strides that the backward's program was traced with.

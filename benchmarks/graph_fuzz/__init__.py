@@ -1,1 +1,0 @@
-"""Generated tensor programs, planned op by op, each held to the unplanned model: values bit for bit, bytes exactly."""

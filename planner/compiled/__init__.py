@@ -1,1 +1,0 @@
-"""Schedules of single ops carried out: programs for forward and backward, as torch.compile runs them."""

@@ -1,0 +1,70 @@
+"""Which cut of a model is profiled where its parts form no chain: its parts, or the whole model as one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.plans.cost_model import chain_of
+from planner.plans.refusals import NoPlan
+from planner.plans.solving import solve
+from profiler.agreement import agreed
+from profiler.records import Profile
+from solvers.chain.minimum_memory import shortage
+
+_MOST_OPS = 600  # of a forward: the programs of more ops at once take minutes to find
+_SHARED = 0.1  # of what a step takes beyond its states: so much held by several stages makes a tangle of a chain
+_BUDGETS = (0.25, 0.5, 0.75)  # of the way from the smallest budget of both up to the unplanned peak
+_SECONDS = 3.0  # for each plan
+
+
+def with_best_cut(parts: Profile, profile_whole: Callable[[], Profile]) -> Profile:
+    """The profile whose plans are faster: of the parts, or of the whole model where these form no chain.
+
+    Args:
+        parts: the profile with the stages that were found.
+        profile_whole: measures the model as one stage; called where that may be better.
+    """
+    if not agreed(_may_be_better_whole(parts)):
+        return parts
+    whole = profile_whole()
+    return whole if agreed(_is_better(whole, parts)) else parts
+
+
+def _may_be_better_whole(profile: Profile) -> bool:
+    """Whether the stages form no chain, and the ops of the model are few enough to be planned at once."""
+    stages = profile.stages
+    ops = sum(stage.forward_ops for stage in stages)
+    if profile.frugal or profile.evaluations > 1 or profile.beside or profile.left_out or ops > _MOST_OPS:
+        return False
+    if any(stage.unit_bytes or not stage.recomputable for stage in stages if stage.kind == "stage"):
+        return False
+    planned = [k for k, stage in enumerate(stages) if stage.kind == "stage"]
+    if len(planned) < 2:
+        return True
+    apart = any(not stages[k].links for k in planned[1:])
+    tangled_bytes = sum(shared.size_bytes for shared in profile.shared if len(shared.savers) > 1 or shared.readers)
+    return apart or tangled_bytes > _SHARED * (profile.unplanned_peak_bytes - profile.resident.total)
+
+
+def _is_better(whole: Profile, parts: Profile) -> bool:
+    """Whether plans of the whole model are faster, or possible where those of its parts are not."""
+    if all(menu.graph is None for menu in whole.menus):
+        return False
+    least = max(_least_bytes(whole), _least_bytes(parts))
+    span = parts.unplanned_peak_bytes - least
+    if span <= 0:
+        return _least_bytes(whole) < _least_bytes(parts)
+    budgets = [least + int(part * span) for part in _BUDGETS]
+    return sum(_slowdown(whole, each) for each in budgets) < sum(_slowdown(parts, each) for each in budgets)
+
+
+def _least_bytes(profile: Profile) -> int:
+    return shortage(chain_of(profile)).minimum_budget_bytes
+
+
+def _slowdown(profile: Profile, budget_bytes: int) -> float:
+    try:
+        plan = solve(profile, budget_bytes, solver="rotor", offload="never", time_limit_seconds=_SECONDS)
+    except NoPlan:
+        return float("inf")
+    return plan.slowdown

@@ -1,1 +1,0 @@
-"""A whole step captured as one graph, and measured as that."""
