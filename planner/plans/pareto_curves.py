@@ -14,6 +14,7 @@ from planner.plans.cost_model import chain_of
 from planner.plans.given_sources import given_profile
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.problem_files import Source, read_source
+from planner.plans.program_bound import chain_with_any_programs
 from planner.plans.stage_decisions import accepted_by
 from profiler.records import Profile
 from solvers import Chain, Solution, frontier as solver_frontier
@@ -98,14 +99,21 @@ def pareto(
     else:
         unplanned = _kept_whole(chain, link)
     seconds_outside_chain = unplanned.seconds - chain.unplanned_seconds
+    any_programs = chain_with_any_programs(chain, source, source.menus) if isinstance(source, Profile) else chain
+
+    def bound(budget_bytes: int) -> float:
+        return bound_seconds(any_programs, budget_bytes, link) + seconds_outside_chain
+
     rows = [unplanned]
     chain_solvers = () if offload_request.mode == "only" else CHAIN_SOLVERS
     for name in solvers or dict.fromkeys((*chain_solvers, *(LINK_SOLVERS if link else ()))):
         solutions = solver_frontier(chain, name, time_limit_seconds, link, accepts)
         rows += [_row(solution, name, outside_seconds=seconds_outside_chain) for solution in _complete(solutions)]
+    if any_programs is not chain:
+        rows[1:] = [_with_bound(row, bound(row.budget_bytes)) for row in rows[1:]]
     peaks = [row.budget_bytes for row in rows]
     budgets = _evenly_spaced(min(peaks), max(peaks))
-    rows += _bound_rows(budgets, lambda budget: bound_seconds(chain, budget, link) + seconds_outside_chain)
+    rows += _bound_rows(budgets, bound)
     return _table(rows, no_offload=why)
 
 
@@ -203,6 +211,13 @@ def _row(solution: Solution[Any], name: str, *, outside_seconds: float = 0.0) ->
         status=solution.status,
         solve_seconds=solution.solve_seconds,
     )
+
+
+def _with_bound(row: CurveRow, bound: float) -> CurveRow:
+    """A row with what holds for all programs, not only for those of the menus."""
+    least_seconds = min(row.lower_bound_seconds, bound)
+    proven = least_seconds >= row.seconds * (1 - _PROVEN)
+    return row._replace(lower_bound_seconds=least_seconds, status=row.status if proven else "feasible")
 
 
 def _evenly_spaced(low: int, high: int) -> list[int]:

@@ -18,6 +18,7 @@ from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
+from planner.plans.program_bound import chain_with_any_programs
 from planner.plans.refusals import FEWER_STATES, NoPlan, require_schedule
 from planner.plans.stage_decisions import (
     accepted_by,
@@ -30,6 +31,7 @@ from planner.units import format_bytes, parse_bytes
 from profiler.records import MenuRecord, Profile
 from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
+from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.problem.deadline import Deadline
 
@@ -40,6 +42,7 @@ _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a mode
 SEARCH_SECONDS = 1e-3
 EXACT_SECONDS = 5.0  # in each round, for programs of exactly the room that a plan leaves
 _EXACT_ROUNDS = 3
+_PROVEN = 1e-9  # relative distance from the bound that counts as none
 _EXACT_GAIN = 1e-3  # of a step's time, that makes another round worth it
 COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
 NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
@@ -384,10 +387,15 @@ def schedule_fields(
     replayed = replay(problem.chain, solution.schedule, problem.link)
     stages = with_decisions(stages, menus, problem.chain, solution.schedule, replayed)
     seconds = replayed.seconds + seconds_outside_chain
-    bound = min(seconds, solution.lower_bound_seconds + seconds_outside_chain)
+    bound, status = min(seconds, solution.lower_bound_seconds + seconds_outside_chain), solution.status
+    any_programs = chain_with_any_programs(problem.chain, stages, menus)
+    if any_programs is not problem.chain:
+        least_seconds = bound_seconds(any_programs, problem.budget_bytes, problem.link) + seconds_outside_chain
+        bound = min(bound, least_seconds)
+        status = status if bound >= seconds * (1 - _PROVEN) else "feasible"
     return {
         "solver": solution.solver,
-        "status": solution.status,
+        "status": status,
         "predicted_peak_bytes": replayed.peak_bytes,
         "predicted_seconds": seconds,
         "recomputed_seconds": sum(stage.extra_seconds for stage in stages),

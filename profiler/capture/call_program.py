@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from profiler.caller_warnings import warn_caller
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder, outputs_program, programs_of, with_direct_calls
@@ -227,6 +228,7 @@ class _Call(torch.autograd.Function):
         returned = program.captured.graph.forward_outputs
         ctx.save_for_backward(*made[returned:])
         ctx.bound, ctx.saved = bound, None
+        ctx.lay = [made[returned + place].untyped_storage()._cdata for place, _ in program.parameters]
         return _outputs_of(ctx, bound, made[:returned])
 
     @staticmethod
@@ -237,6 +239,7 @@ class _Call(torch.autograd.Function):
             ctx.saved = list(saved)
         bound: BoundProgram = ctx.bound
         program = bound.program
+        _say_what_moved([saved[place] for place, _ in program.parameters], ctx.lay)
         bound.look_at(gradients)
         watched = program.captured.tangents if bound.watches_gradients else ()
         taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in watched]
@@ -254,8 +257,10 @@ class _DroppedCall(torch.autograd.Function):
     def forward(ctx: Any, bound: BoundProgram, saved: Saved, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         program = bound.program
         # Autograd sees to it that they stay, and hooks around the model see them.
-        ctx.save_for_backward(*(inputs[program.places[number]] for _, number in program.parameters))
+        parameters = [inputs[program.places[number]] for _, number in program.parameters]
+        ctx.save_for_backward(*parameters)
         ctx.bound, ctx.saved = bound, saved
+        ctx.lay = [parameter.untyped_storage()._cdata for parameter in parameters]
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = program.outputs_code([inputs[place] for place in program.places])
         return _outputs_of(ctx, bound, made)
@@ -265,9 +270,20 @@ class _DroppedCall(torch.autograd.Function):
         _refuse_graphs_of_gradients()
         ctx.bound.look_at(gradients)
         program, saved = ctx.saved.taken(again=_get_current_graph_task_keep_graph())
-        for (place, _), parameter in zip(program.parameters, ctx.saved_tensors, strict=True):
+        parameters = ctx.saved_tensors
+        _say_what_moved(parameters, ctx.lay)
+        for (place, _), parameter in zip(program.parameters, parameters, strict=True):
             saved[place] = parameter
         return None, None, *program.gradients(saved, gradients)
+
+
+def _say_what_moved(parameters: Sequence[Tensor], lay: Sequence[int]) -> None:
+    """Say that backward computes with parameters whose values were replaced since forward: eager code may not."""
+    if any(each.untyped_storage()._cdata != before for each, before in zip(parameters, lay, strict=True)):
+        warn_caller(
+            "planner.apply: expected parameters to lie in backward where they lay in forward, got one whose .data was "
+            "replaced in between: a stage that runs as a program takes its new values; replace them after backward"
+        )
 
 
 def _outputs_of(ctx: Any, bound: BoundProgram, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
