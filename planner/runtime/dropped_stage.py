@@ -220,7 +220,9 @@ class DroppedStage:
         if self.position in self._runs.shared:
             self._returned = SharedOutputs(tensors_in(output))
         if self._input.holds_of(self._runs.batch):
-            self._input.copy_batch(self._runs.batch, set())
+            inputs = tensors_in((args, kwargs))
+            saved = {storage_key(inputs[number]) for number in program.program.arguments_in_backward}
+            self._input.copy_batch(self._runs.batch, saved)
         return output
 
     # Backward ----------------------------------------------------------------

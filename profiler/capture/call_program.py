@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor, fx, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from profiler.caller_warnings import warn_caller
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder, outputs_program, programs_of, with_direct_calls
 from profiler.capture.random_ops import draws, random_state
+from profiler.capture.step_dataflow import step_graph_of
 from profiler.recomputation.module_rerun import CallState
+from profiler.recomputation.saved_tensors import RerunError
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
 
@@ -49,6 +51,11 @@ class CallProgram:
         compiled: makes code of a program of a forward or a backward; None to run its ops one by one.
 
     Attributes:
+        parameters: of what the forward hands over, the parameters: the place of each there, and its number among the
+            inputs.
+        viewed: of each of these, whether a view stands for it: no op of backward reads it itself.
+        both: places among these of those that both ops of backward read and ops that run again.
+        arguments_in_backward: numbers of the tensors among the arguments that backward reads where each op runs once.
         draws: whether any op draws random numbers.
     """
 
@@ -56,10 +63,16 @@ class CallProgram:
         self.captured = captured
         forward, backward = programs_of(captured.graph, order)
         self.parameters = _parameters_among(captured, forward)
+        of_forward = _read_by_forward_alone(captured)
+        self.viewed = [number in of_forward for _, number in self.parameters]
+        read_again = _read_again(captured, order)
+        self.both = [k for k, (_, n) in enumerate(self.parameters) if n in read_again and n not in of_forward]
         compiled = compiled or (lambda program, is_backward: with_direct_calls(program).forward)
         self.forward_code = compiled(forward, is_backward=False)
         self.backward_code = compiled(backward, is_backward=True)
         self.outputs_code = compiled(outputs_program(captured.graph, order), is_backward=False)
+        step = captured.with_arguments(step_graph_of(captured.graph))
+        self.arguments_in_backward = {n for op in step.ops if op.side == "backward" for n in op.arguments}
         self.draws = any(map(draws, (*captured.graph.module.graph.nodes,)))
         self.statistics = _statistics_among(captured)
         self.contributions = _contributions(captured)
@@ -94,6 +107,32 @@ def _parameters_among(captured: CapturedCall, forward: fx.GraphModule) -> list[t
     handed = output.args[0][captured.graph.forward_outputs :]
     found = [(place, inputs[node.name]) for place, node in enumerate(handed) if node.op == "placeholder"]
     return [(place, number) for place, number in found if isinstance(captured.sources[number], str)]
+
+
+def _read_by_forward_alone(captured: CapturedCall) -> set[int]:
+    """Numbers of the inputs that no op of backward reads itself: only views of forward's, and ops that run again."""
+    graph = captured.graph
+    return {n for n, node in enumerate(graph.inputs) if all(user in graph.forward_ops for user in node.users)}
+
+
+def _read_again(captured: CapturedCall, order: StepOrder) -> set[int]:
+    """Numbers of the inputs that ops of the forward read which run again in backward, by views as well."""
+    graph = captured.graph
+    again = {*order.backward}
+    reading = [op for op in graph.ops if op in graph.forward_ops and op.name in again]
+    numbers = {node: number for number, node in enumerate(graph.inputs)}
+    found: set[int] = set()
+    while reading:
+        for source in reading.pop().all_input_nodes:
+            if source in numbers:
+                found.add(numbers[source])
+            elif _is_view(source):
+                reading.append(source)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _statistics_among(captured: CapturedCall) -> frozenset[int]:
@@ -147,7 +186,8 @@ class BoundProgram:
         self.watches_gradients = self.gradients_held = self.lay_otherwise = False
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
-        self._written = [_table_of(module, name) for name in program.captured.written]
+        uncounted = {program.captured.sources[number] for number in program.statistics}
+        self._written = [(*_table_of(module, name), name in uncounted) for name in program.captured.written]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns for these arguments."""
@@ -184,8 +224,11 @@ class BoundProgram:
 
     def write(self, values: Sequence[Tensor]) -> None:
         """Put the new contents into the buffers that the forward changes."""
-        for (table, name), value in zip(self._written, values, strict=True):
-            table[name].copy_(value)
+        for (table, name, is_uncounted), value in zip(self._written, values, strict=True):
+            buffer = table[name]
+            # As the kernels of norms write theirs: a forward before this one may have saved them.
+            with torch.autograd._unsafe_preserve_version_counter(buffer) if is_uncounted else nullcontext():
+                buffer.copy_(value)
 
     def _seen(self, run: Callable[[], Any]) -> Any:
         """Run something in the place of the module's forward, as those see it who look at its calls."""
@@ -226,20 +269,24 @@ class _Call(torch.autograd.Function):
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = program.forward_code([inputs[place] for place in program.places])
         returned = program.captured.graph.forward_outputs
-        ctx.save_for_backward(*made[returned:])
+        handed = list(made[returned:])
+        for (place, _), viewed in zip(program.parameters, program.viewed, strict=True):
+            handed[place] = _as_eager_saves(handed[place], viewed)
+        ctx.save_for_backward(*handed)
         ctx.bound, ctx.saved = bound, None
-        ctx.lay = [made[returned + place].untyped_storage()._cdata for place, _ in program.parameters]
+        ctx.device_type, ctx.casts = inputs[0].device.type, torch.is_autocast_enabled(inputs[0].device.type)
+        ctx.lay = [handed[program.parameters[k][0]].untyped_storage()._cdata for k in program.both]
         return _outputs_of(ctx, bound, made[:returned])
 
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _refuse_graphs_of_gradients()
+        _check_backward(ctx)
         saved = list(ctx.saved_tensors if ctx.saved is None else ctx.saved)
         if _get_current_graph_task_keep_graph():
             ctx.saved = list(saved)
         bound: BoundProgram = ctx.bound
         program = bound.program
-        _say_what_moved([saved[place] for place, _ in program.parameters], ctx.lay)
+        _check_places([saved[program.parameters[k][0]] for k in program.both], ctx.lay)
         bound.look_at(gradients)
         watched = program.captured.tangents if bound.watches_gradients else ()
         taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in watched]
@@ -258,32 +305,40 @@ class _DroppedCall(torch.autograd.Function):
         program = bound.program
         # Autograd sees to it that they stay, and hooks around the model see them.
         parameters = [inputs[program.places[number]] for _, number in program.parameters]
-        ctx.save_for_backward(*parameters)
+        ctx.save_for_backward(*map(_as_eager_saves, parameters, program.viewed))
         ctx.bound, ctx.saved = bound, saved
-        ctx.lay = [parameter.untyped_storage()._cdata for parameter in parameters]
+        ctx.device_type, ctx.casts = inputs[0].device.type, torch.is_autocast_enabled(inputs[0].device.type)
+        ctx.lay = [parameters[k].untyped_storage()._cdata for k in program.both]
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = program.outputs_code([inputs[place] for place in program.places])
         return _outputs_of(ctx, bound, made)
 
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _refuse_graphs_of_gradients()
+        _check_backward(ctx)
         ctx.bound.look_at(gradients)
         program, saved = ctx.saved.taken(again=_get_current_graph_task_keep_graph())
         parameters = ctx.saved_tensors
-        _say_what_moved(parameters, ctx.lay)
+        _check_places([parameters[k] for k in program.both], ctx.lay)
         for (place, _), parameter in zip(program.parameters, parameters, strict=True):
             saved[place] = parameter
         return None, None, *program.gradients(saved, gradients)
 
 
-def _say_what_moved(parameters: Sequence[Tensor], lay: Sequence[int]) -> None:
-    """Say that backward computes with parameters whose values were replaced since forward: eager code may not."""
-    if any(each.untyped_storage()._cdata != before for each, before in zip(parameters, lay, strict=True)):
-        warn_caller(
-            "planner.apply: expected parameters to lie in backward where they lay in forward, got one whose .data was "
-            "replaced in between: a stage that runs as a program takes its new values; replace them after backward"
-        )
+def _check_places(parameters: Sequence[Tensor], lay: Sequence[int]) -> None:
+    """Refuse parameters whose memory is another than in forward, where both that and the new one would be needed."""
+    for parameter, before in zip(parameters, lay, strict=True):
+        if parameter.untyped_storage()._cdata != before:
+            raise RerunError(
+                "expected parameters to lie in backward where they lay in forward, got one of shape "
+                f"{tuple(parameter.shape)} whose .data was replaced in between, of a stage that runs again in part; "
+                "replace it after backward, or profile with menus=False"
+            )
+
+
+def _as_eager_saves(parameter: Tensor, viewed: bool) -> Tensor:
+    """The parameter, or a view of it: that holds its memory of now, where ``.data`` is replaced before backward."""
+    return parameter.view_as(parameter) if viewed else parameter
 
 
 def _outputs_of(ctx: Any, bound: BoundProgram, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -296,11 +351,17 @@ def _outputs_of(ctx: Any, bound: BoundProgram, made: Sequence[Tensor]) -> tuple[
     return outputs
 
 
-def _refuse_graphs_of_gradients() -> None:
+def _check_backward(ctx: Any) -> None:
+    """Refuse what the program of a backward was not traced for."""
     if torch.is_grad_enabled():
         raise CaptureError(
             "backward: expected gradients without a graph of their own, got create_graph=True, which the profiled step "
             "did not ask for; profile the step as it is, or profile with menus=False"
+        )
+    if torch.is_autocast_enabled(ctx.device_type) and not ctx.casts:
+        raise CaptureError(
+            "backward: expected it outside of autocast, where this stage's forward ran, got it inside; leave autocast "
+            "before backward, as torch's documentation advises, or profile with menus=False"
         )
 
 

@@ -178,9 +178,22 @@ def capture_call(
     forward_outputs = next((k for k, kind in enumerate(kinds) if kind in ("NoneType", "GradAOTOutput")), len(kinds))
     if forward_outputs == len(kinds):
         raise CaptureError(_NOTHING_TRAINED)
+    _leave_statistics_out(module_graph.graph)
     graph = JointGraph(module_graph, forward_outputs)
     described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
+
+
+def _leave_statistics_out(graph: fx.Graph) -> None:
+    """Have the backward of batch norms in training take no running statistics, which it does not read.
+
+    They have other contents by then: handed over to backward, autograd would refuse them.
+    """
+    backward = torch.ops.aten.native_batch_norm_backward.default
+    for node in graph.find_nodes(op="call_function", target=backward):
+        grad, given, weight, _, _, mean, scale, training, *rest = node.args
+        if training is True:
+            node.args = (grad, given, weight, None, None, mean, scale, training, *rest)
 
 
 @contextlib.contextmanager

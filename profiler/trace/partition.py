@@ -240,7 +240,7 @@ def _no_match(trace: Trace, pattern: StagePattern) -> str:
 
 def stage_name(call: Call) -> str:
     """The module's name, with ``#n`` for its n-th further call."""
-    if call.parent < 0:
+    if not call.name:
         return WHOLE_MODEL
     return call.name if call.index == 0 else f"{call.name}#{call.index}"
 
