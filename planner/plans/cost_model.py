@@ -348,7 +348,9 @@ def _program_option(timeline: _UnsharedTimeline, k: int, keep: Option, program: 
     other_bytes = sum(storage.size_bytes for storage in inputs if not storage.dies_after_stage)
     # What of its output it keeps and the stage's own code does not is alive when the stage is left all the same.
     output_bytes = max(0, program.kept_output_bytes - record.kept_output_bytes - record.lasting_output_bytes)
-    extra_bytes = other_bytes + min(own_bytes, _released_bytes(timeline, k)) + output_bytes
+    # Casts that autocast holds until the forward ends: what is outside lets go of them, and a program has made none.
+    cast_bytes = sum(s.size_bytes for s in menu.ops.storages if s.op >= 0 and _is_unsaved_cast(s, menu.ops))
+    extra_bytes = other_bytes + min(own_bytes, _released_bytes(timeline, k)) + output_bytes + cast_bytes
     extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(program)
     behind_peak_bytes = record.behind_peak_bytes - program.freed_bytes + extra_bytes if record.behind_peak_bytes else 0
     return Option(

@@ -14,7 +14,7 @@ from planner.plans.plan import Plan
 from planner.runtime.plan_checks import warn_once
 from profiler.capture.call_guard import CallGuard, differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram, Compiled
-from profiler.capture.capture_cache import captured, captures_of, function_of
+from profiler.capture.capture_cache import captured, captures_of
 from profiler.capture.captured_call import CapturedCall, GradientLayouts, UnsettledError
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
@@ -23,7 +23,7 @@ from profiler.records import MenuRecord
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.forward_patches import Forward
+from profiler.workload.forward_patches import Forward, users_forward
 
 leave_uncompiled(__name__)
 
@@ -125,7 +125,7 @@ class StagePrograms:
         model = self._model()
         assert model is not None and menu.graph is not None
         for known in captures_of(model):
-            if known.gradients != gradients or known.function is not function_of(forward):
+            if known.gradients != gradients or known.function is not users_forward(forward):
                 continue
             if known.module is module:
                 holds = not known.guard.refusal(args, kwargs)

@@ -10,6 +10,7 @@ from torch import nn
 from profiler.capture.call_guard import CallGuard
 from profiler.capture.captured_call import CONTIGUOUS, CapturedCall, GradientLayouts, capture_call
 from profiler.workload.compiled_forwards import Forward, leave_uncompiled
+from profiler.workload.forward_patches import users_forward
 
 leave_uncompiled(__name__)
 
@@ -44,14 +45,9 @@ def captured(
     """Trace a call of one of a model's modules and keep the capture; arguments and errors as of ``capture_call``."""
     guard = CallGuard(module, args, kwargs)
     call = capture_call(module, forward, args, kwargs, gradients)
-    capture = Capture(call, module, guard, gradients, function_of(forward))
+    capture = Capture(call, module, guard, gradients, users_forward(forward))
     if module is not model:  # Captures hold their modules.
         kept = _OF_MODELS.setdefault(model, [])
         kept.insert(0, capture)
         del kept[_MOST:]
     return capture
-
-
-def function_of(forward: Forward) -> Any:
-    """What is called, whatever module it is bound to."""
-    return getattr(forward, "__func__", forward)

@@ -152,4 +152,5 @@ def _uncompiled_under_modes(forward: Forward) -> Forward:
     def call(*args: Any, **kwargs: Any) -> Any:
         return (bare if is_in_torch_dispatch_mode() else forward)(*args, **kwargs)
 
+    call.plain = forward  # type: ignore[attr-defined]
     return call

@@ -72,6 +72,13 @@ def plain_forward(module: Any) -> Forward:
     return types.MethodType(type(module).forward, module)
 
 
+def users_forward(forward: Any) -> Any:
+    """What the user's own forward calls, whatever module it is bound to, below all patches."""
+    while (plain := getattr(forward, "plain", None)) is not None:
+        forward = plain
+    return getattr(forward, "__func__", forward)
+
+
 def patch_of(forward: Any) -> PatchedForward | None:
     """The patch that installed a forward; None where it is the user's."""
     patch = getattr(forward, "patch", None)
@@ -129,6 +136,7 @@ class ForwardPatches:
             _COPIED.add(module)
         else:
             installed = functools.wraps(plain)(wrapper(plain))
+            installed.plain = plain  # type: ignore[attr-defined]
         # Whoever holds this holds no model. Noted first: whatever interrupts, it is taken off again.
         self._undo.append((weakref.ref(module), before, weakref.ref(installed), hooked is not None))
         replace_forward(module, installed)
