@@ -363,7 +363,8 @@ class PlannedCalls:
                 if place.unseen:
                     return step.run_unseen(place.position, name, module, forward, args, kwargs)
                 planned = self._compiled.in_stage(place.position, module, forward, self._deviations.diverged_stages)
-                return step.run(place.position, module, planned, args, kwargs)
+                may_be_program = not self._compiled.runs_compiled(place.position)
+                return step.run(place.position, module, planned, args, kwargs, may_be_program=may_be_program)
             finally:
                 self._inside = False
 

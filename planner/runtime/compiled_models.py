@@ -52,6 +52,7 @@ class CompiledCalls:
         self._promised = made_compiled(plan)
         self._uncompiled: set[int] = set()
         self._checked: set[int] = set()
+        self._compiled: set[int] = set()
 
     def in_model(self, forward: Forward) -> None:
         """The model is about to be run with ``forward``."""
@@ -69,10 +70,15 @@ class CompiledCalls:
         runs_uncompiled = position in self._uncompiled and position not in diverged_stages
         return uncompiled(forward) if runs_uncompiled else forward
 
+    def runs_compiled(self, position: int) -> bool:
+        """Whether compiled code runs a stage, which no program takes the place of."""
+        return position in self._compiled and position not in self._uncompiled
+
     def _check(self, position: int, module: nn.Module, forward: Forward, diverged_stages: set[int]) -> None:
         self._checked.add(position)
         if not (isinstance(forward, CompiledForward) or is_compiled(module)):
             return
+        self._compiled.add(position)
         self._warn_of_the_peak()
         if position not in self._selective or position in diverged_stages or position in self._uncompiled:
             return

@@ -126,7 +126,7 @@ def test_the_gap_reaches_the_search_of_a_graph_and_is_refused_elsewhere(step, fi
     assert given == [(3.0, 0.05)]
     assert "from 0 to below 1" in refused("solve", step, "--budget", "75%", "--gap", "1")
     said = refused("solve", files / "profile.json", "--budget", "85%", "--gap", "0.1")
-    assert "got a profile of stages; leave it out" in said
+    assert "got a profile; leave it out" in said
 
 
 def with_change(change) -> str:

