@@ -37,7 +37,7 @@ class CallRoom(NamedTuple):
     backward_peak_bytes: int
 
 
-def program_menu(step: StepGraph, *, levels: int = 6, time_limit_seconds: float = 5.0) -> tuple[CallReplay, ...]:
+def program_menu(step: StepGraph, *, levels: int = 6, time_limit_seconds: float = 1.5) -> tuple[CallReplay, ...]:
     """The programs of a call that no other one beats in bytes and seconds; the fastest, which keeps most, first.
 
     Args:

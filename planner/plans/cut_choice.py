@@ -14,7 +14,7 @@ from solvers.chain.minimum_memory import shortage
 _MOST_OPS = 600  # of a forward: the programs of more ops at once take minutes to find
 _SHARED = 0.1  # of what a step takes beyond its states: so much held by several stages makes a tangle of a chain
 _BUDGETS = (0.25, 0.5, 0.75)  # of the way from the smallest budget of both up to the unplanned peak
-_SECONDS = 3.0  # for each plan
+_SECONDS = 1.5  # for each plan
 
 
 def with_best_cut(parts: Profile, profile_whole: Callable[[], Profile]) -> Profile:

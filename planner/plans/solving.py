@@ -40,7 +40,7 @@ Reshard = Literal["profiled", "solve"]
 _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a model has a dozen, or many equal ones
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
-EXACT_SECONDS = 3.0  # in each round, for programs of exactly the room that a plan leaves
+EXACT_SECONDS = 1.5  # in each round, for programs of exactly the room that a plan leaves
 _EXACT_ROUNDS = 2
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _EXACT_GAIN = 1e-3  # of a step's time, that makes another round worth it
