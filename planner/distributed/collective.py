@@ -115,15 +115,20 @@ def profile_choices(
     propose: ProposeChoices | None,
     programs: ProposeRuns | None,
     *,
+    stages: Stages = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """A profile of the options and programs that these name, as ``profile`` otherwise; raises as it does."""
+    """A profile of the options and programs that these name, as ``profile`` otherwise; raises as it does.
+
+    Without ``stages`` it is of the parts that are found.
+    """
     ranks = current_ranks()
     if ranks is None:
-        return measured_profile(workload, propose=propose, programs=programs, progress=progress)
+        return measured_profile(workload, stages=stages, propose=propose, programs=programs, progress=progress)
     with ranks.together("profile"):
         check_alike(ranks, "profile", workload)
-        return _of_all(ranks, measured_profile(workload, propose=propose, programs=programs, progress=progress))
+        mine = measured_profile(workload, stages=stages, propose=propose, programs=programs, progress=progress)
+        return _of_all(ranks, mine)
 
 
 def _of_all(ranks: Ranks, mine: Profile) -> Profile:

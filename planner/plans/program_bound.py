@@ -59,7 +59,7 @@ def chain_with_any_programs(
     chain: Chain, stages: Sequence[PlannedStage] | Profile, menus: Sequence[MenuRecord]
 ) -> Chain:
     """The same for the stages of a plan or a profile; the chain itself where none is captured."""
-    if all(menu.graph is None for menu in menus):
+    if all(menu.once is None for menu in menus):
         return chain
     numbers = [stage.menu for stage in (stages.stages if isinstance(stages, Profile) else stages)]
     return with_any_programs(chain, numbers, menus)

@@ -41,6 +41,7 @@ def test_a_sample_holds_the_promises():
     assert sum(o.verdict in ("exact", "said") for o in outcomes) > SAMPLE / 2
 
 
+@pytest.mark.nightly
 def test_random_numbers_that_are_not_put_back_are_found(monkeypatch: pytest.MonkeyPatch):
     habits = ("collects garbage between", "learning rate changes")
     case = Case(model=DROPPING, habits=habits, solver="recompute_all", share=1.0)

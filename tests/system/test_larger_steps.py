@@ -51,8 +51,10 @@ def test_a_rate_that_was_nothing_when_profiled_is_said_once() -> None:
             if isinstance(module, nn.Dropout):
                 module.p = 0.2
         said = said_in(work)
-    assert all("its modules hold something else" in each and "is recomputed as a whole" in each for each in said[:-1])
-    assert "more differentiable ops" in said[-1] and "the peak is not promised" in said[-1]
+    larger = [each for each in said if "more differentiable ops" in each]
+    assert said and len(larger) <= 1 and all("the peak is not promised" in each for each in larger)
+    others = [each for each in said if each not in larger]
+    assert all("its modules hold something else" in each and "is recomputed as a whole" in each for each in others)
 
 
 class Alternating(nn.Module):
