@@ -295,3 +295,25 @@ def test_gradients_lie_as_they_are_said_to() -> None:
     module, args = nn.Linear(8, 4), (torch.randn(2, 3, 8, requires_grad=True) * 1,)
     captured = capture_call(module, module.forward, args, {}, GradientLayouts(((1, 2, 6),)))
     assert CallProgram(captured, order_of(captured.graph)).layouts == [((2, 3, 4), (1, 2, 6))]
+
+
+def test_backward_inside_autocast_of_a_forward_outside_is_refused() -> None:
+    module, x = nn.Linear(4, 4), torch.randn(2, 4)
+    call = capture_call(module, module.forward, (x,), {})
+    output = CallProgram(call, order_of(call.graph)).bound(module)(x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="outside of autocast"):
+        output.sum().backward()
+
+
+def test_the_statistics_of_a_norm_are_written_as_its_kernel_does() -> None:
+    """A forward of the module's own before may have saved them: it counts no change, and its backward works."""
+    module, x = nn.BatchNorm1d(4).train(), torch.randn(8, 4)
+    call = capture_call(module, module.forward, (x,), {})
+    program = CallProgram(call, order_of(call.graph)).bound(module)
+    first = module(x)
+    statistics = module.running_mean
+    assert statistics is not None
+    version = statistics._version
+    program(x).sum().backward()
+    assert statistics._version == version
+    first.sum().backward()
