@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -226,21 +227,17 @@ class MenuRecord:
         inputs = self.ops.inputs
         exclusive = {n: self.ops.storages[storage] for n, storage in enumerate(inputs) if storage >= 0}
         own_bytes = {n: storage.size_bytes for n, storage in exclusive.items() if storage.dies_after_stage}
-        measured, replayed = (call_replay(self.graph, order, argument_bytes=own_bytes) for order in (once.runs, runs))
+        replays = [
+            [
+                call_replay(self.graph, order, argument_bytes=own_bytes, gradients_held=gradients, outputs_held=outputs)
+                for order in (once.runs, runs)
+            ]
+            for gradients, outputs in product(sorted({False, self.gradients_held}), sorted({False, self.outputs_held}))
+        ]
+        measured, replayed = replays[0]
         held = {inputs[number] for number in replayed.arguments if number < len(inputs)}
-        backward_bytes = max(
-            after.above_start_bytes - before.above_start_bytes  # Of some of the stages: it counts where it is more.
-            for before, after in (
-                [
-                    call_replay(
-                        self.graph, order, argument_bytes=own_bytes, gradients_held=gradients, outputs_held=outputs
-                    )
-                    for order in (once.runs, runs)
-                ]
-                for gradients in {False, self.gradients_held}
-                for outputs in {False, self.outputs_held}
-            )
-        )
+        # Of some of the stages others hold something: it counts where it is more.
+        backward_bytes = max(after.above_start_bytes - before.above_start_bytes for before, after in replays)
         forward_bytes = replayed.forward_peak_bytes - measured.forward_peak_bytes
         return OptionRecord(
             name=name_of_runs(self.graph, runs),
@@ -389,6 +386,16 @@ class LeftOutRecord:
     kept_bytes: Bytes
     reason: str
     remedy: str = ""
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def is_of_whole_model(stages: Iterable[_Named]) -> bool:
+    """Whether the model's call is one of the stages, as of ``stages="whole"``."""
+    return any(stage.name == WHOLE_MODEL for stage in stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

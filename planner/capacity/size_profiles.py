@@ -12,7 +12,7 @@ from planner.distributed.collective import profile, profile_choices
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.op_graph import Choice, StageOps
-from profiler.records import WHOLE_MODEL, MenuRecord, Profile
+from profiler.records import MenuRecord, Profile, is_of_whole_model
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns, runs_once
 from profiler.workload.workload import Workload
@@ -58,8 +58,8 @@ def with_size(
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
     same = same_choices(other)
     programs = None if same is None else same.programs
-    is_whole = any(stage.name == WHOLE_MODEL for stage in other.stages)
-    return profile_choices(workload, same, programs, stages="whole" if is_whole else None, progress=progress)
+    stages = "whole" if is_of_whole_model(other.stages) else None
+    return profile_choices(workload, same, programs, stages=stages, progress=progress)
 
 
 def same_choices(other: Profile) -> SameChoices | None:

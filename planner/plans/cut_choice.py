@@ -1,4 +1,4 @@
-"""Which cut of a model is profiled where its parts form no chain: its parts, or the whole model as one stage."""
+"""Chooses between two cuts of a model whose parts do not form a chain: these parts, or the whole model as one stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_best_cut(parts: Profile, profile_whole: Callable[[], Profile]) -> Profi
 
 
 def _may_be_better_whole(profile: Profile) -> bool:
-    """Whether the stages form no chain, and the ops of the model are few enough to be planned at once."""
+    """Whether the stages do not form a chain, and the ops of the model are few enough to be planned at once."""
     stages = profile.stages
     ops = sum(stage.forward_ops for stage in stages)
     if profile.frugal or profile.evaluations > 1 or profile.beside or profile.left_out or ops > _MOST_OPS:

@@ -99,7 +99,9 @@ def pareto(
     else:
         unplanned = _kept_whole(chain, link)
     seconds_outside_chain = unplanned.seconds - chain.unplanned_seconds
-    any_programs = chain_with_any_programs(chain, source, source.menus) if isinstance(source, Profile) else chain
+    any_programs = chain
+    if isinstance(source, Profile):
+        any_programs = chain_with_any_programs(chain, [stage.menu for stage in source.stages], source.menus)
 
     def bound(budget_bytes: int) -> float:
         return bound_seconds(any_programs, budget_bytes, link) + seconds_outside_chain

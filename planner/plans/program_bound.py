@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.plans.plan import PlannedStage
 from profiler.program_replay import call_replay
-from profiler.records import MenuRecord, Profile
+from profiler.records import MenuRecord
 from profiler.step_graph import StepGraph
 from profiler.step_replay import runs_once
 from solvers import Chain
@@ -39,30 +38,24 @@ class LeastCost(NamedTuple):
     seconds: float
 
 
-def with_any_programs(chain: Chain, menus: Sequence[int], records: Sequence[MenuRecord]) -> Chain:
+def chain_with_any_programs(chain: Chain, numbers: Sequence[int], menus: Sequence[MenuRecord]) -> Chain:
     """The chain where captured stages have programs that no other ones beat: for bounds, not to be carried out.
 
     Args:
         chain: whose options are keeping everything, and those of the menus.
-        menus: of each stage the number of its menu; -1 for none.
-        records: the menus.
+        numbers: of each stage that of its menu; -1 for none.
+        menus: of the stages.
+
+    Returns:
+        The chain itself where no stage is captured.
     """
-    stages = list(chain.stages)
-    for k, menu in enumerate(menus):
-        if menu >= 0 and records[menu].graph is not None and records[menu].once is not None:
-            options = _any_programs(chain.stages[k].options, records[menu])
-            stages[k] = replace(chain.stages[k], options=options)
-    return replace(chain, stages=tuple(stages))
-
-
-def chain_with_any_programs(
-    chain: Chain, stages: Sequence[PlannedStage] | Profile, menus: Sequence[MenuRecord]
-) -> Chain:
-    """The same for the stages of a plan or a profile; the chain itself where none is captured."""
     if all(menu.once is None for menu in menus):
         return chain
-    numbers = [stage.menu for stage in (stages.stages if isinstance(stages, Profile) else stages)]
-    return with_any_programs(chain, numbers, menus)
+    stages = list(chain.stages)
+    for k, number in enumerate(numbers):
+        if number >= 0 and menus[number].once is not None:
+            stages[k] = replace(chain.stages[k], options=_any_programs(chain.stages[k].options, menus[number]))
+    return replace(chain, stages=tuple(stages))
 
 
 def _any_programs(options: Sequence[Option], menu: MenuRecord) -> tuple[Option, ...]:
@@ -108,11 +101,12 @@ def least_costs(graph: StepGraph) -> tuple[LeastCost, ...]:
         for op in forward
         if op.seconds > 0 and (size_bytes := sum(graph.storages[s].size_bytes for s in op.makes)) > 0
     ]
-    least_bytes = _least(graph, 0.0, 1.0)
+    least = _LeastPriced(graph)
+    least_bytes = least.value(0.0, 1.0)
     if not ratios:
         return (LeastCost(int(least_bytes), 0.0),)
     prices = [0.0, *np.geomspace(min(ratios) / 2, 2 * sum(op.seconds for op in forward), _PRICES)]
-    values = [0.0, *(_least(graph, 1.0, price) for price in prices[1:])]
+    values = [0.0, *(least.value(1.0, price) for price in prices[1:])]
     chords = [LeastCost(int(least_bytes), max(0.0, values[-1] - prices[-1] * least_bytes))]
     for k in range(1, len(prices)):
         slope = (values[k] - values[k - 1]) / (prices[k] - prices[k - 1])
@@ -120,37 +114,52 @@ def least_costs(graph: StepGraph) -> tuple[LeastCost, ...]:
     return tuple(chords)
 
 
-def _least(graph: StepGraph, per_second: float, per_byte: float) -> float:
-    """The least of priced seconds and bytes that a program takes, or less."""
-    once = call_replay(graph, runs_once(graph))
-    scale = per_second * max(once.seconds, 1e-9) + per_byte * max(once.kept_bytes, 1)
-    program = Program()
-    maker = {s: k for k, op in enumerate(graph.ops) if op.side == "forward" for s in op.makes}
-    keep = {
-        s: program.variable(cost=0.0 if storage.returned else per_byte * storage.size_bytes / scale, integral=False)
-        for s, storage in enumerate(graph.storages)
-        if s in maker
-    }
-    again = {
-        k: program.variable(cost=(per_second * op.seconds + per_byte * op.state_bytes) / scale, integral=False)
-        for k, op in enumerate(graph.ops)
-        if op.side == "forward"
-    }
+class _LeastPriced:
+    """The linear program of a call; its rows are the same at every price."""
 
-    def available(storage: int) -> list[tuple[int, float]]:
-        made_again = storage not in graph.ops[maker[storage]].once_makes
-        return [(keep[storage], 1.0), *([(again[maker[storage]], 1.0)] if made_again else [])]
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph = graph
+        once = call_replay(graph, runs_once(graph))
+        self._most_seconds, self._most_bytes = max(once.seconds, 1e-9), max(once.kept_bytes, 1)
+        self._program = Program()
+        self._seconds: list[float] = []  # of each variable, and bytes
+        self._bytes: list[int] = []
+        self._maker = {s: k for k, op in enumerate(graph.ops) if op.side == "forward" for s in op.makes}
+        self._keep = {
+            s: self._variable(0.0, 0 if storage.returned else storage.size_bytes)
+            for s, storage in enumerate(graph.storages)
+            if s in self._maker
+        }
+        self._again = {
+            k: self._variable(op.seconds, op.state_bytes) for k, op in enumerate(graph.ops) if op.side == "forward"
+        }
+        for k, op in enumerate(graph.ops):
+            if op.side == "forward" and op.once_reason:
+                self._program.fix(self._again[k], 0.0)
+            for storage in (s for s in op.reads if s in self._keep):
+                if op.side == "backward":
+                    self._program.row(self._available(storage), lower=1.0)
+                else:
+                    self._program.row([*self._available(storage), (self._again[k], -1.0)], lower=0.0)
 
-    for k, op in enumerate(graph.ops):
-        if op.side == "forward" and op.once_reason:
-            program.fix(again[k], 0.0)
-        for storage in (s for s in op.reads if s in keep):
-            if op.side == "backward":
-                program.row(available(storage), lower=1.0)
-            else:
-                program.row([*available(storage), (again[k], -1.0)], lower=0.0)
-    answer = program.solve(time_limit_seconds=_SECONDS)
-    if answer.status != "optimal" or answer.values is None:
-        return 0.0
-    value = sum(cost * x for cost, x in zip(program.costs, answer.values, strict=True)) * scale
-    return max(0.0, float(value) * (1 - _TOLERANCE) - _TOLERANCE * scale * 1e-3)
+    def value(self, per_second: float, per_byte: float) -> float:
+        """The least of priced seconds and bytes that a program takes, or less."""
+        scale = per_second * self._most_seconds + per_byte * self._most_bytes
+        priced = zip(self._seconds, self._bytes, strict=True)
+        costs = [(per_second * seconds + per_byte * size_bytes) / scale for seconds, size_bytes in priced]
+        self._program.costs = costs
+        answer = self._program.solve(time_limit_seconds=_SECONDS)
+        if answer.status != "optimal" or answer.values is None:
+            return 0.0
+        value = sum(cost * x for cost, x in zip(costs, answer.values, strict=True)) * scale
+        return max(0.0, float(value) * (1 - _TOLERANCE) - _TOLERANCE * scale * 1e-3)
+
+    def _variable(self, seconds: float, size_bytes: int) -> int:
+        self._seconds.append(seconds)
+        self._bytes.append(size_bytes)
+        return self._program.variable(integral=False)
+
+    def _available(self, storage: int) -> list[tuple[int, float]]:
+        maker = self._maker[storage]
+        made_again = storage not in self._graph.ops[maker].once_makes
+        return [(self._keep[storage], 1.0), *([(self._again[maker], 1.0)] if made_again else [])]

@@ -125,7 +125,7 @@ def _with_exact_programs(
     Args:
         plan, profile: to begin with.
         solved: the plan of a profile whose menus have other programs.
-        time_limit_seconds: for all searches; None: as long as there is something to gain, within a few seconds.
+        time_limit_seconds: for all searches; None for a few seconds at most.
     """
     seconds = EXACT_SECONDS if time_limit_seconds is None else min(EXACT_SECONDS, time_limit_seconds)
     with Deadline(math.inf if time_limit_seconds is None else time_limit_seconds):
@@ -388,7 +388,7 @@ def schedule_fields(
     stages = with_decisions(stages, menus, problem.chain, solution.schedule, replayed)
     seconds = replayed.seconds + seconds_outside_chain
     bound, status = min(seconds, solution.lower_bound_seconds + seconds_outside_chain), solution.status
-    any_programs = chain_with_any_programs(problem.chain, stages, menus)
+    any_programs = chain_with_any_programs(problem.chain, [stage.menu for stage in stages], menus)
     if any_programs is not problem.chain:
         least_seconds = bound_seconds(any_programs, problem.budget_bytes, problem.link) + seconds_outside_chain
         bound = min(bound, least_seconds)

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from planner.plans.plan import Plan
-from profiler.records import WHOLE_MODEL
+from profiler.records import is_of_whole_model
 
 
 def target_of(plan: Plan) -> str:
@@ -14,15 +14,10 @@ def target_of(plan: Plan) -> str:
     return "TARGET" if plan.target is None else plan.target.arguments
 
 
-def is_of_whole_model(plan: Plan) -> bool:
-    """Whether the model's call is one stage of the plan, as of ``--stages whole``."""
-    return any(stage.name == WHOLE_MODEL for stage in plan.stages)
-
-
 def commands_of(plan: Plan, target: str | None = None, plan_file: str | Path = "plan.json") -> tuple[str, ...]:
     """The commands that make a plan, use it and report it; ``target``: another than the plan's."""
     given = "" if target is None and plan.target is not None else f"{target or target_of(plan)} "
-    whole = " --stages whole" if is_of_whole_model(plan) else ""
+    whole = " --stages whole" if is_of_whole_model(plan.stages) else ""
     rules = " --rules RULES" if plan.stated else ""
     return (
         f"planner profile {target or target_of(plan)}{whole}{rules} -o {_profile_file(plan_file)}",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from planner.plans.left_out import obstacle_in_words, remedy_in_words
 from planner.plans.plan import Plan
-from planner.report.commands import is_of_whole_model, solve_command, target_of
+from planner.report.commands import solve_command, target_of
 from planner.units import format_bytes, format_seconds
+from profiler.records import is_of_whole_model
 
 SHARES = (0.9, 0.75, 0.5)  # of the plan's budget
 _LITTLE = 1.01  # times the unplanned step: no slowdown to speak of
@@ -87,7 +88,7 @@ def _blocks(plan: Plan) -> Iterator[LeverRow]:
 
 
 def _whole(plan: Plan) -> Iterator[LeverRow]:
-    if plan.slowdown > _LITTLE and not is_of_whole_model(plan):
+    if plan.slowdown > _LITTLE and not is_of_whole_model(plan.stages):
         yield LeverRow(
             change="The whole model as one stage",
             effect="chooses among all ops of the step at once, where the model can be captured as one graph",

@@ -363,8 +363,9 @@ class PlannedCalls:
                 if place.unseen:
                     return step.run_unseen(place.position, name, module, forward, args, kwargs)
                 planned = self._compiled.in_stage(place.position, module, forward, self._deviations.diverged_stages)
-                may_be_program = not self._compiled.runs_compiled(place.position)
-                return step.run(place.position, module, planned, args, kwargs, may_be_program=may_be_program)
+                if self._compiled.runs_compiled(place.position):
+                    self._programs.refuse(place.position)
+                return step.run(place.position, module, planned, args, kwargs)
             finally:
                 self._inside = False
 

@@ -59,27 +59,15 @@ class PlannedStep:
         self._node_after_stage = self._first_node = next_node()
         self._own_nodes = 0  # those that no forward makes without a plan
 
-    def run(
-        self,
-        position: int,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        may_be_program: bool = True,
-    ) -> Any:
-        """Run stage ``position`` for the first time, keeping on the device nothing but what the plan says.
-
-        ``may_be_program``: where the plan runs it as a program; else it is its ``forward`` that runs.
-        """
+    def run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run stage ``position`` for the first time, keeping on the device nothing but what the plan says."""
         transfers = self._transfers
         if transfers is not None:
             transfers.next_begins(position - 1)
             if position and self._plan.stages[position - 1].kind == "outside":
                 self._expect_backward(position - 1, tensors_in((args, kwargs)), self._node_after_stage)
         first_node = next_node()
-        output = self._run(position, module, forward, args, kwargs, may_be_program)
+        output = self._run(position, module, forward, args, kwargs)
         self._ran.add(position)
         if transfers is not None:
             transfers.forward_done(position)
@@ -130,19 +118,10 @@ class PlannedStep:
         """The forward is over, or has failed."""
         self._latest = None
 
-    def _run(
-        self,
-        position: int,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        may_be_program: bool,
-    ) -> Any:
+    def _run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         diverged = position in self._runs.deviations.diverged_stages
         before = next_node()
-        has_program = may_be_program and not diverged
-        program = self._programs.program(position, module, forward, args, kwargs) if has_program else None
+        program = None if diverged else self._programs.program(position, module, forward, args, kwargs)
         self._own_nodes += next_node() - before  # of tracing
         if position not in self._runs.lowered.dropped and not diverged:
             if program is not None:

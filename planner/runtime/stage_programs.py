@@ -72,6 +72,10 @@ class StagePrograms:
         """Whether the plan runs a stage as a program."""
         return position in self._options
 
+    def refuse(self, position: int) -> None:
+        """From now on a stage runs as no program."""
+        self._refused.add(position)
+
     def program(
         self, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any
     ) -> BoundProgram | None:

@@ -15,7 +15,7 @@ from planner.plans.profiling import profile
 from planner.runtime.applier import split_name
 from planner.training.input_signatures import ReadsSignatures, Signature
 from profiler.measurement import profiling
-from profiler.records import Profile
+from profiler.records import Profile, is_of_whole_model
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import Stages
 from profiler.workload.optimizers import Optimizers
@@ -79,7 +79,7 @@ def _profile_like(alike: Profile, workload: Workload, stages: Stages) -> Profile
     names = list(dict.fromkeys(split_name(s.name)[0] for s in alike.stages if s.kind == "stage"))
     same = same_choices(alike)
     programs = None if same is None else same.programs
-    like = "whole" if names == [""] else names or None
+    like = "whole" if is_of_whole_model(alike.stages) else names or None
     return profiling.profile(workload, stages=stages or like, propose=same, programs=programs)
 
 

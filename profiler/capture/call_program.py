@@ -17,6 +17,7 @@ from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder, outputs_program, programs_of, with_direct_calls
 from profiler.capture.random_ops import draws, random_state
 from profiler.capture.step_dataflow import step_graph_of
+from profiler.capture.traced_types import is_view
 from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.saved_tensors import RerunError
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
@@ -126,13 +127,9 @@ def _read_again(captured: CapturedCall, order: StepOrder) -> set[int]:
         for source in reading.pop().all_input_nodes:
             if source in numbers:
                 found.add(numbers[source])
-            elif _is_view(source):
+            elif is_view(source):
                 reading.append(source)
     return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _statistics_among(captured: CapturedCall) -> frozenset[int]:

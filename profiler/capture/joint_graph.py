@@ -14,7 +14,7 @@ from profiler.capture.traced_types import correct_types
 
 
 class CaptureError(ValueError):
-    """A call that is no single graph of ops, or cannot run as one; the message says why."""
+    """A call cannot be captured as one graph of ops, or cannot run as one; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def correct_types(graph: fx.Graph) -> None:
         elif node.target is operator.getitem and node.args[0] in corrected:
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
             corrected.add(node)
-        elif _is_view(node) and not corrected.isdisjoint(node.all_input_nodes):
+        elif is_view(node) and not corrected.isdisjoint(node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             with node.meta["val"].fake_mode:
                 node.meta["val"] = node.target(*args, **kwargs)
@@ -60,5 +60,6 @@ def _as_type(value: FakeTensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether what a node makes is a view of what it reads."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
