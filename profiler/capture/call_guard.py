@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from profiler.recomputation.module_state import ModuleState
 from profiler.recomputation.torch_state import TorchState
-from profiler.tensors.tensor_trees import TensorSlot, device_of, tensors_in, without_tensors
+from profiler.tensors.tensor_trees import TensorSlot, contents_of, device_of, tensors_in, without_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.reachable import globals_of_forwards
 from profiler.workload.sharded_units import units_of
@@ -118,16 +118,26 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
 
 
-def _frozen(tree: Any) -> Any:
-    """A tree that is equal to another one where all that is in both is plain and equal, or the same object."""
+def _frozen(tree: Any, outer: tuple[int, ...] = ()) -> Any:
+    """A tree that is equal to another one where all that is in both is plain and equal, or the same object.
+
+    Args:
+        tree: as ``without_tensors`` makes it.
+        outer: ids of the objects that it is in, one of which it may refer to.
+    """
     kind = type(tree)
     if kind in (tuple, list):
-        return kind, tuple(map(_frozen, tree))
+        return kind, tuple(_frozen(value, outer) for value in tree)
     if kind is dict:
-        return kind, tuple((key, _frozen(value)) for key, value in tree.items())
+        return kind, tuple((key, _frozen(value, outer)) for key, value in tree.items())
     if isinstance(tree, _PLAIN):
         return kind, tree
-    return (kind, tree.number) if isinstance(tree, TensorSlot) else _Same(tree)
+    if isinstance(tree, TensorSlot):
+        return kind, tree.number
+    if id(tree) in outer:
+        return kind, outer.index(id(tree))
+    contents = contents_of(tree, TensorSlot)
+    return _Same(tree) if contents is None else (kind, _frozen(contents, (*outer, id(tree))))
 
 
 class _Same:

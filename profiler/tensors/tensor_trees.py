@@ -201,6 +201,34 @@ def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type, known: _
     return changed
 
 
+def contents_of(tree: Any, kind: type = Tensor) -> Any:
+    """What ``map_tensors`` rebuilds in a tree that is no tuple, list or dict, as plain containers.
+
+    Args:
+        tree: a named tuple, a registered container, a dataclass or an object.
+        kind: of the leaves that are replaced.
+
+    Returns:
+        Its items and attributes; None where the tree stays the very same object.
+    """
+    container: Any = type(tree)
+    if isinstance(tree, tuple) and hasattr(container, "_make"):
+        return tuple(tree)
+    if container in pytree.SUPPORTED_NODES:
+        leaves, context = pytree.SUPPORTED_NODES[container].flatten_fn(tree)
+        return tuple(leaves), context
+    is_record = dataclasses.is_dataclass(tree) and not isinstance(tree, (type, Mapping))
+    if not is_record and not (_base_of(container) and _holds(tree, kind, _DEPTH)):
+        return None
+    items: Any = ()
+    if isinstance(tree, dict):
+        items = tuple(dict.items(tree))
+    elif isinstance(tree, (list, tuple)):
+        items = tuple(tree)
+    slots = {name: getattr(tree, name, None) for name in slots_of(container)}
+    return items, {**slots, **getattr(tree, "__dict__", {})}
+
+
 class TensorSlot:
     """Stands in a tree for its n-th tensor."""
 

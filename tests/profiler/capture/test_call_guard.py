@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
+import planner
 from profiler.capture.call_guard import CallGuard, differing_attributes
+from profiler.workload.workload import Workload
 
 SLOPE = 0.5
 
@@ -82,3 +87,71 @@ def test_modules_of_one_structure_differ_in_the_attributes_that_differ() -> None
     assert differing_attributes(Block(), Block()) == frozenset()
     assert differing_attributes(Block(), Block(rate=0.3, number=2)) == {".number", "dropout.p"}
     assert differing_attributes(Block(), nn.Linear(4, 4)) is None
+
+
+@dataclasses.dataclass
+class Record:
+    values: Tensor
+    scale: float = 1.0
+
+
+class Holder:
+    def __init__(self, values: Tensor, scale: float = 1.0) -> None:
+        self.values, self.scale, self.owner = values, scale, self
+
+
+class Pair(NamedTuple):
+    values: Tensor
+    scale: float = 1.0
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "dataclass": Record,
+    "object": Holder,
+    "named tuple": Pair,
+    "ordered dict": lambda values, scale=1.0: OrderedDict(values=values, scale=scale),
+    "model output": lambda values, scale=1.0: BaseModelOutput(last_hidden_state=values, attentions=(values * scale,)),
+    "list of dataclasses": lambda values, scale=1.0: [Record(values, scale), Record(values, scale)],
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_arguments_made_anew_are_the_same_while_what_is_in_them_is(make: Callable[..., Any]) -> None:
+    module, values = nn.Linear(3, 3), torch.ones(2, 3)
+    guard = CallGuard(module, (make(values),), {})
+    assert guard.refusal((make(values + 1),), {}) == ""
+    assert guard.refusal((make(torch.ones(3, 3)),), {}) != ""
+    if make is not MAKERS["model output"]:
+        assert guard.refusal((make(values, 2.0),), {}) == "it is called with other arguments"
+
+
+class TakesRecord(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, record: Record) -> Record:
+        return Record(record.values + self.down(torch.relu(self.up(record.values))) * record.scale, record.scale)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TakesRecord() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        record = Record(x)
+        for block in self.blocks:
+            record = block(record)
+        return record.values
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_that_take_a_dataclass_run_as_the_programs_of_their_plan() -> None:
+    torch.manual_seed(0)
+    model = Chain()
+    work = Workload(model=model, inputs=torch.randn(512, 16), loss=lambda y: y.square().sum())
+    plan = planner.solve(planner.profile(work), "70%")
+    assert any(action.option for action in plan.schedule.actions)  # It runs again as a program.
+    with planner.apply(model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes
