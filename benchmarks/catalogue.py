@@ -56,7 +56,7 @@ def rows_of(
 
     Args:
         family: of the model.
-        menus: stages may keep a choice of what they save.
+        menus: stages may run as programs.
         device: that it trains on.
         link_gbps: of an artificial link to host memory, for a device that has none; plans may send over it.
     """

@@ -84,7 +84,7 @@ def rows_of(name: str, device: str, budget: str, offload: planner.Offload) -> It
     for way in MODE_NAMES:
         limit: planner.Limit = getattr(found, way)
         tried = oracle.limit(way, tried)
-        # Which options inside stages are measured depends on their seconds: the search's plan may be the better one.
+        # Which programs a profile has depends on the seconds of ops: the search's plan may be the better one.
         true = max(tried, limit.size or 0) if limit.confirmed else tried
         yield {
             "model": name,
@@ -127,8 +127,8 @@ def summary(frame: pd.DataFrame, link_gbps: float) -> list[str]:
         f"{equal}; limits reported after real steps that are the true one: {right}",
         "predicted before any planned step; reported after real steps at the limit and the next size; tried by "
         "doubling and bisection, with a profile of its own, a plan and a real step at every size",
-        "true is the larger of tried and reported, as each is a real step within the budget: options inside stages are "
-        "chosen by their seconds, so that two profiles may differ in them",
+        "true is the larger of tried and reported, as each is a real step within the budget: programs are found by the "
+        "seconds of ops, so that two profiles may differ in them",
         f"offload over an artificial link of {link_gbps:g} GB/s on the CPU",
     ]
 

@@ -19,7 +19,7 @@ from profiler.workload.snapshot import preserved
 
 MODELS = ("gpt2", "bert", "vit", "llama")
 LAYERS = 12
-# The zoo's own sizes are small: a block computes for 2 to 4 ms, and what recording ops costs in Python weighs much.
+# The zoo's own sizes are small: a block computes for 2 to 4 ms, and what Python does beside the ops weighs much.
 # So also at the width of ViT-Small, 384 with 6 heads, where kernels weigh more.
 _WIDE = {"hidden": 384, "heads": 6}
 SIZES: dict[str, dict[str, dict[str, int]]] = {

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from planner.training.verification import Verification as Verification, verify as verify
     from profiler.capture.joint_graph import CaptureError as CaptureError
     from profiler.measurement.step_measurement import Measurement as Measurement
-    from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
     from profiler.workload.steps import ProfileError as ProfileError
     from profiler.workload.workload import Workload as Workload
@@ -87,7 +86,6 @@ _NAMES = {
     "planner.training.training": "OutOfMemory TrainingRun train_planned",
     "planner.training.verification": "Verification verify",
     "profiler.measurement.step_measurement": "Measurement",
-    "profiler.recomputation.functions": "recompute",
     "profiler.capture.joint_graph": "CaptureError",
     "profiler.records": "Profile",
     "profiler.workload.steps": "ProfileError",

@@ -13,7 +13,6 @@ from profiler.public_names import lazy_names
 if TYPE_CHECKING:
     from profiler.measurement.profiling import profile as profile
     from profiler.measurement.step_measurement import Measurement as Measurement, measure as measure
-    from profiler.recomputation.functions import recompute as recompute
     from profiler.records import Profile as Profile
     from profiler.workload.steps import ProfileError as ProfileError
     from profiler.workload.workload import Workload as Workload
@@ -24,7 +23,6 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _NAMES = {
     "profiler.measurement.profiling": "profile",
     "profiler.measurement.step_measurement": "Measurement measure",
-    "profiler.recomputation.functions": "recompute",
     "profiler.records": "Profile",
     "profiler.workload.steps": "ProfileError",
     "profiler.workload.workload": "Workload",

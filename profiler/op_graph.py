@@ -9,7 +9,6 @@ from profiler.json_files import check_positions
 
 StorageVersion = tuple[int, int]
 NamedModule = tuple[str, str]  # a module's name, and the name of its class
-_KINDS_NAMED = 4
 
 
 class ChoiceError(ValueError):
@@ -24,24 +23,6 @@ def kind_of(op: str) -> str:
     """
     parts = op.split(".")
     return parts[1] if len(parts) > 1 else op
-
-
-# What they make holds zeros and ones only.
-_BINARY = ("bernoulli", "gt", "lt", "ge", "le", "eq", "ne", "isnan", "isinf", "isfinite")
-_BINARY += ("logical_and", "logical_or", "logical_xor", "logical_not")
-
-
-# To pack and unpack, measured on two cores at 3 GHz: it says only which choices are worth measuring.
-_PACKING_SECONDS_PER_BYTE = 0.5e-9
-
-
-def makes_bits(op: str) -> bool:
-    """Whether all that an op makes, or fills, are zeros and ones: a bit is enough for each.
-
-    >>> makes_bits("aten.bernoulli_.float"), makes_bits("aten.gt.Scalar"), makes_bits("aten.mul.Tensor")
-    (True, True, False)
-    """
-    return kind_of(op).removesuffix("_") in _BINARY
 
 
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -114,10 +95,6 @@ class StageOp:
         """The op's name without library and overload."""
         return kind_of(self.op)
 
-    def reads_again(self, packed: bool) -> tuple[StorageVersion, ...]:
-        """What it reads when it runs again; ``packed``: when its bits are put back where they were."""
-        return tuple(value for value in self.reads if value[0] in self.writes) if packed else self.reads
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOps:
@@ -171,17 +148,12 @@ class StageOps:
                 writers[storage, version[storage]] = ordinal
         return writers
 
-    def packable(self) -> frozenset[int]:
-        """Ordinals of the ops whose results may be held as bits."""
-        return frozenset(k for k, op in enumerate(self.ops) if makes_bits(op.op) and len(op.allocates + op.writes) == 1)
-
-    def rerun(self, kept: Iterable[int], forced: Collection[int] = (), packed: Collection[int] = ()) -> frozenset[int]:
+    def rerun(self, kept: Iterable[int], forced: Collection[int] = ()) -> frozenset[int]:
         """Ordinals of the ops that must run again in backward when only ``kept`` storages are kept.
 
         Args:
             kept: numbers of storages.
             forced: ordinals of ops that may run again even if they must not.
-            packed: ordinals of ops that do not run: their results are held as bits.
 
         Raises:
             ChoiceError: an op that must not run again would have to; the message names it.
@@ -203,39 +175,32 @@ class StageOps:
             if ordinal in rerun:
                 continue
             op = self.ops[ordinal]
-            if op.not_rerunnable_reason and ordinal not in forced and ordinal not in packed:
+            if op.not_rerunnable_reason and ordinal not in forced:
                 raise ChoiceError(
                     f"op {ordinal} ({op.op} in {op.module or 'the stage itself'}): expected one that may run again, "
                     f"got one that must not: {op.not_rerunnable_reason}; keep what it makes"
                 )
             rerun.add(ordinal)
-            waiting.extend(op.reads_again(ordinal in packed))
+            waiting.extend(op.reads)
         return frozenset(rerun)
 
-    def packing_seconds(self, ordinal: int) -> float:
-        """About what packing and unpacking the result of an op takes."""
-        op = self.ops[ordinal]
-        return _PACKING_SECONDS_PER_BYTE * sum(self.storages[n].size_bytes for n in {*op.allocates, *op.writes})
+    def rerun_without(self, dropped: Iterable[int], forced: Collection[int] = ()) -> frozenset[int]:
+        """Ordinals of the ops that run again in backward when what these ops make is not kept.
 
-    def share_of(self, ordinals: Iterable[int]) -> float:
-        """Part of the seconds of all ops that these ops take; 0 where none was timed."""
-        whole = sum(op.seconds for op in self.ops)
-        return sum(self.ops[ordinal].seconds for ordinal in ordinals) / whole if whole > 0 else 0.0
+        What they read from other ops is kept, as far as in-place changes allow.
 
-    def read_by(self, ordinals: Iterable[int], packed: Collection[int] = ()) -> frozenset[int]:
-        """Storages whose contents these ops read when they run again."""
-        return frozenset(
-            number for ordinal in ordinals for number, _ in self.ops[ordinal].reads_again(ordinal in packed)
-        )
+        Args:
+            dropped: ordinals of ops.
+            forced: ordinals of ops that may run again even if they must not.
 
-    def held_for(self, rerun: Collection[int], packed: Collection[int] = ()) -> dict[int, frozenset[int]]:
-        """Storages that ops read when they run again, and that no such op makes: each with the ops that read it."""
-        made = {number for ordinal in rerun for number in self.ops[ordinal].allocates}
-        readers_of: dict[int, set[int]] = {}
-        for ordinal in rerun:
-            for number in {number for number, _ in self.ops[ordinal].reads_again(ordinal in packed)} - made:
-                readers_of.setdefault(number, set()).add(ordinal)
-        return {number: frozenset(readers) for number, readers in readers_of.items()}
+        Raises:
+            ChoiceError: one of the ops must not run again.
+        """
+        return self.rerun(_kept_without(self, set(dropped)), forced)
+
+    def read_by(self, ordinals: Iterable[int]) -> frozenset[int]:
+        """Storages whose contents these ops read."""
+        return frozenset(number for ordinal in ordinals for number, _ in self.ops[ordinal].reads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,69 +227,6 @@ class NamedStage:
         return tuple((f"{self.module}.{name}" if name else self.module, kind) for name, kind in self.ops.modules)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a stage keeps, and so which of its ops run again in its backward.
-
-    Attributes:
-        name: what a person calls it.
-        kept: storages that it keeps, besides those that are held anyway.
-        rerun: ordinals of the ops that run again.
-        stated: a person asked for it: it is measured whatever it costs, and never left out.
-        packed: those of ``rerun`` that do not really run: their results are held as bits and unpacked instead.
-        program: the stage runs as a program in which each op runs once.
-    """
-
-    name: str
-    kept: tuple[int, ...]
-    rerun: frozenset[int]
-    stated: bool = False
-    packed: frozenset[int] = frozenset()
-    program: bool = False
-
-    @property
-    def again(self) -> tuple[frozenset[int], frozenset[int]]:
-        """What runs again, and what of it is unpacked instead: choices that are equal in that do the same."""
-        return (self.rerun, self.packed) if not self.program else (self.rerun, frozenset({-1}))
-
-    @classmethod
-    def of(
-        cls,
-        ops: StageOps,
-        kept: Iterable[int],
-        name: str = "",
-        forced: Collection[int] = (),
-        packable: Collection[int] = (),
-    ) -> Choice:
-        """The choice to keep these storages of a stage, named after what runs again; ``forced`` as for ``rerun``.
-
-        Of ``packable`` ops the results are held as bits where they would run again.
-
-        Raises:
-            ChoiceError: an op that must not run again would have to.
-        """
-        kept_storages = tuple(sorted({number for number in kept if not ops.storages[number].always_live}))
-        rerun = ops.rerun(kept_storages, forced, packable)
-        packed = rerun.intersection(packable)
-        return cls(name or _named(ops, kept_storages, rerun, packed), kept_storages, rerun, packed=packed)
-
-    @classmethod
-    def dropping(
-        cls,
-        ops: StageOps,
-        ordinals: Iterable[int],
-        name: str = "",
-        forced: Collection[int] = (),
-        packable: Collection[int] = (),
-    ) -> Choice:
-        """The choice to run these ops again; what they read from other ops is kept. ``packable`` as for ``of``.
-
-        Raises:
-            ChoiceError: one of the ops must not run again.
-        """
-        return cls.of(ops, _kept_without(ops, set(ordinals)), name, forced, packable)
-
-
 def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:
     """What has to be kept so that no other ops than these run again, as far as in-place changes allow."""
     writers = ops.writers()
@@ -342,17 +244,3 @@ def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:
         else:
             waiting.extend(ops.ops[writers[value]].reads)
     return kept
-
-
-def _named(ops: StageOps, kept: tuple[int, ...], rerun: frozenset[int], packed: frozenset[int]) -> str:
-    """A short name: how many ops run again, and of which kinds, those of the most seconds first."""
-    bits = f", {len(packed)} as bits" if packed else ""
-    if all(ops.storages[number].op < 0 for number in kept):
-        return f"everything ({len(rerun - packed)} ops{bits})"
-    seconds: dict[str, float] = {}
-    for ordinal in rerun - packed:
-        op = ops.ops[ordinal]
-        seconds[op.kind] = seconds.get(op.kind, 0.0) + op.seconds
-    kinds = sorted(seconds, key=lambda kind: (-seconds[kind], kind))
-    more = ", ..." if len(kinds) > _KINDS_NAMED else ""
-    return f"{', '.join(kinds[:_KINDS_NAMED])}{more} ({len(rerun - packed)} ops{bits})"

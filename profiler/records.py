@@ -127,16 +127,15 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionRecord:
-    """A choice of what the stages of a menu keep.
+    """A program of the stages of a menu: an order of the runs of their graph's ops, and what it costs.
 
     Attributes:
         name: what runs again, in words.
-        kept: storages of the menu's dataflow that are kept, besides those that are held anyway; of a program the
-            inputs among them that its backward reads.
-        rerun: ordinals of the ops that run again in backward; of a program those of the menu's graph.
-        runs: of a program, the order of the runs of the graph's ops; None for the stage's own code.
-        kept_output_bytes: of a program, the bytes of what it returns that its backward reads.
-        packed: those of ``rerun`` that do not really run: their results are held as bits and unpacked instead.
+        runs: the order of the runs.
+        kept: storages of the menu's dataflow that are kept, besides those that are held anyway: inputs that backward
+            reads.
+        rerun: ordinals of the graph's ops that run again in backward.
+        kept_output_bytes: of what the program returns that its backward reads.
         forward_seconds, backward_seconds: of a stage run so; backward with what runs again in it.
             To be compared with the menu's seconds of keeping everything, timed in the same steps.
         freed_bytes: how much less is alive after the forward than when everything is kept.
@@ -144,6 +143,7 @@ class OptionRecord:
     """
 
     name: str
+    runs: StepRuns
     kept: tuple[int, ...]
     rerun: tuple[int, ...]
     forward_seconds: Seconds
@@ -151,35 +151,22 @@ class OptionRecord:
     freed_bytes: int
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
-    packed: tuple[int, ...] = ()
-    runs: StepRuns | None = None
     kept_output_bytes: Bytes = 0
-
-    @property
-    def again(self) -> tuple[frozenset[int], frozenset[int]]:
-        """As that of the ``Choice`` that was measured."""
-        return frozenset(self.rerun), frozenset(self.packed)
 
     @property
     def ops_again(self) -> int:
         """How many ops run again, each as often as it does."""
-        return len(self.rerun) - len(self.packed) if self.runs is None else self.runs.again.total()
-
-    @property
-    def runs_as(self) -> object:
-        """Equal for options that do the same to stages of the same ops."""
-        return self.again if self.runs is None else self.runs
+        return self.runs.again.total()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MenuRecord:
-    """Stages that do the same: the dataflow of their forward, and the options measured on them.
+    """Stages that do the same: the dataflow of their forward, and the programs that they may run as.
 
     Attributes:
         ops: what their ops read, make and cost.
-        options: those that a person asked for, and none else that is beaten in bytes and seconds.
-        keep_forward_seconds, keep_backward_seconds: of keeping everything, timed in the same steps.
-        reason: why there are no options; empty otherwise.
+        options: the programs; the first runs each op once, and was measured.
+        keep_forward_seconds, keep_backward_seconds: of the stages' own code, timed in the same steps.
         graph: of the ops of stages that can run as programs; None for opaque ones.
         opaque: why stages are opaque; empty where they are captured, or that was not tried.
         unread: attributes in which the stages' modules differ, and which their graph does not depend on.
@@ -191,7 +178,6 @@ class MenuRecord:
     options: tuple[OptionRecord, ...] = ()
     keep_forward_seconds: Seconds = 0.0
     keep_backward_seconds: Seconds = 0.0
-    reason: str = ""
     graph: StepGraph | None = None
     opaque: str = ""
     unread: tuple[str, ...] = ()
@@ -205,16 +191,15 @@ class MenuRecord:
             self.graph.check_positions()
         for option in self.options:
             check_positions("storages that an option keeps", option.kept, len(self.ops.storages))
-            if option.runs is not None and self.graph is None:
+            if self.graph is None:
                 raise ValueError("expected programs of stages that have a graph, got some of stages without")
-            count = len(self.ops.ops) if option.runs is None or self.graph is None else len(self.graph.ops)
-            runs = () if option.runs is None else (*option.runs.forward, *option.runs.backward)
-            check_positions("ops that an option runs", (*runs, *option.rerun, *option.packed), count)
+            runs = *option.runs.forward, *option.runs.backward, *option.rerun
+            check_positions("ops that an option runs", runs, len(self.graph.ops))
 
     @property
     def once(self) -> OptionRecord | None:
         """The program in which each op runs once, as measured; None of opaque stages."""
-        return next((option for option in self.options if option.runs is not None and not option.rerun), None)
+        return next((option for option in self.options if not option.rerun), None)
 
     def program(self, runs: StepRuns) -> OptionRecord:
         """What a program costs: what its replay says beyond that of the measured one, and its ops' seconds at its pace.
@@ -223,7 +208,7 @@ class MenuRecord:
             runs: the order of the runs of the graph's ops.
         """
         once = self.once
-        assert once is not None and once.runs is not None and self.graph is not None
+        assert once is not None and self.graph is not None
         inputs = self.ops.inputs
         exclusive = {n: self.ops.storages[storage] for n, storage in enumerate(inputs) if storage >= 0}
         own_bytes = {n: storage.size_bytes for n, storage in exclusive.items() if storage.dies_after_stage}
@@ -254,31 +239,26 @@ class MenuRecord:
 
     def with_programs(self, orders: Iterable[StepRuns]) -> MenuRecord:
         """The menu with these programs in the place of those that it has."""
-        others = [option for option in self.options if option.runs is None]
-        return replace(self, options=(*map(self.program, orders), *others))
+        return replace(self, options=tuple(map(self.program, orders)))
 
     def flow(self, option: OptionRecord | None) -> tuple[StageOps, OptionRecord | None]:
         """The ops of stages under an option, and the option by their numbers; of a program those of its graph."""
-        if option is None or option.runs is None or self.graph is None:
+        if option is None or self.graph is None:
             return self.ops, option
         kept, rerun = kept_and_rerun(self.graph, option.runs)
-        return forward_flow(self.graph), replace(option, kept=kept, rerun=rerun, runs=None)
+        return forward_flow(self.graph), replace(option, kept=kept, rerun=rerun)
 
     def extra_seconds(self, option: OptionRecord) -> tuple[float, float]:
-        """By how much an option of these ops makes forward and backward longer than keeping everything does.
+        """By how much a program makes forward and backward longer than the stages' own code does.
 
-        As measured, but nothing gets faster by keeping less, and what runs again takes at least its share of the
-        forward: where less was measured, that was noise, of which a solver would choose the luckiest.
+        A program whose ops run once is never counted as faster than that: where it was measured so, that may be noise.
         """
-        if option.runs is not None and (once := self.once) is not None:
-            # What a program whose ops run once takes beyond the stage's own code is measured, and may be noise.
-            forward = max(0.0, once.forward_seconds - self.keep_forward_seconds)
-            backward = max(0.0, once.backward_seconds - self.keep_backward_seconds)
-            forward += option.forward_seconds - once.forward_seconds
-            return forward, backward + option.backward_seconds - once.backward_seconds
-        least = self.keep_forward_seconds * self.ops.share_of(set(option.rerun) - set(option.packed))
-        forward = option.forward_seconds - self.keep_forward_seconds
-        return max(0.0, forward), max(least, option.backward_seconds - self.keep_backward_seconds)
+        once = self.once
+        assert once is not None
+        forward = max(0.0, once.forward_seconds - self.keep_forward_seconds)
+        backward = max(0.0, once.backward_seconds - self.keep_backward_seconds)
+        forward += option.forward_seconds - once.forward_seconds
+        return forward, backward + option.backward_seconds - once.backward_seconds
 
 
 def _at_pace(seconds: float, ops_seconds: float, measured_ops_seconds: float) -> float:
@@ -420,7 +400,7 @@ class Profile:
         unplanned_peak_bytes: most bytes alive at once in the whole step.
         unplanned_seconds, step_seconds: median seconds of a plain step, and of each that was timed.
         op_records: every aten op of one step.
-        menus: per kind of stage, its ops and its options inside the stage.
+        menus: per kind of stage, its ops and its programs.
         link: that to host memory; None where the device has none.
         unseen: modules of the same class and parameter shapes as a stage's that the step did not call.
         forward_nodes: autograd nodes that the model's forward makes; 0 where that is not known, or it is compiled.
@@ -482,7 +462,7 @@ class Profile:
             check_positions("stages of shared tensors", (shared.death,), count, least=-1)
 
     def stage_level(self) -> Profile:
-        """The same profile without options inside stages: each is kept, or recomputed, as a whole."""
+        """The same profile without programs: each stage is kept, or recomputed, as a whole."""
         return replace(self, menus=tuple(replace(menu, options=()) for menu in self.menus))
 
     @property

@@ -32,7 +32,7 @@ PREDICTED = Topic(
             tables=(
                 Table(
                     name="fidelity-amp-bf16",
-                    what="the same under bfloat16 autocast, with options inside stages",
+                    what="the same under bfloat16 autocast",
                     says=predicted_peaks,
                 ),
             ),
@@ -92,30 +92,30 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="planning",
+            module="benchmarks.planning",
+            full="",
+            quick=None,
+            minutes=2,
+            tables=(
+                Table(
+                    name="planning",
+                    what="the profile and the plan of GPTs of 12 and 48 blocks, one thread",
+                    says=says.planning,
+                ),
+            ),
+        ),
+        Benchmark(
             name="extra-seconds",
             module="benchmarks.extra_seconds",
             full="",
-            quick="--models vit --rounds 1",
+            quick="--models vit --rounds 2",
             minutes=30,
             tables=(
                 Table(
                     name="extra-seconds",
                     what="seconds that a plan adds to a step: ten models at 75, 60 and 45 % of their peak, one thread",
                     says=says.extra_seconds,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="selective",
-            module="benchmarks.selective",
-            full="--rounds 11",
-            quick="--rounds 1",
-            minutes=5,
-            tables=(
-                Table(
-                    name="selective",
-                    what="what single ops that run again add to a step beside their own seconds, one thread",
-                    says=says.selective,
                 ),
             ),
         ),
@@ -263,7 +263,7 @@ HEADLINE = Topic(
 )
 
 OP_LEVEL = Topic(
-    heading="Plans with choices inside stages",
+    heading="Recomputing single ops",
     benchmarks=(
         Benchmark(
             name="op-level-wide",
@@ -288,7 +288,7 @@ OP_LEVEL = Topic(
             tables=(
                 Table(
                     name="op-level",
-                    what="the same at width 128, where blocks take 2 to 4 ms and recording ops in Python weighs much",
+                    what="the same at width 128, where blocks take 2 to 4 ms and Python weighs much",
                     says=says.op_level,
                 ),
                 Table(

@@ -22,7 +22,7 @@ def overhead(frame: Frame) -> str:
     """A plan that keeps everything; profiling in plain steps."""
     return (
         f"{against_plain(frame.planned_over_plain)}; profiling takes {span(frame.profile_in_plain_steps, '.0f')} plain "
-        f"steps, with options inside stages {span(frame.with_menus_in_plain_steps, '.0f')}"
+        f"steps, with menus {span(frame.with_menus_in_plain_steps, '.0f')}"
     )
 
 
@@ -31,6 +31,15 @@ def host_cost(frame: Frame) -> str:
     over = frame.set_index("way").over_plain
     others = "; ".join(f"{way} {ratio:.2f}" for way, ratio in over.items() if way != "plain")
     return f"times the plain step: {others}"
+
+
+def planning(frame: Frame) -> str:
+    """How long profiling and solving take."""
+    return "; ".join(
+        f"{row.layers} blocks: a profile takes {row.profile_steps:.0f} plain steps, "
+        f"{row.seconds_beside_15_steps:.1f} s beyond 15 of them, a plan {row.solve_seconds:.1f} s"
+        for row in frame.itertuples()
+    )
 
 
 def rank_overhead(frame: Frame) -> str:
@@ -49,15 +58,6 @@ def extra_seconds(frame: Frame) -> str:
         f"two sets of plain steps differ by {frame.noise.median():.2g}; after the plan was held against its own run "
         f"{percent(verified.median())} (median); profiling takes {span(frame.profile_in_plain_steps, '.0f')} plain "
         f"steps"
-    )
-
-
-def selective(frame: Frame) -> str:
-    """Single ops that run again."""
-    small = frame[frame.block_milliseconds < 32]
-    return (
-        f"{span(small.added_more_microseconds_per_op / 1000, '.1g')} ms an op in blocks of 2 and 8 ms, "
-        f"{span(small.added_over_ops, '.2g')} times the seconds of the ops; blocks of 32 ms are within the noise"
     )
 
 
@@ -161,7 +161,7 @@ def nested(frame: Frame) -> str:
 
 
 def op_level(frame: Frame) -> str:
-    """Plans with choices inside stages against plans of whole stages."""
+    """Plans that recompute single ops against plans of whole stages."""
     known = frame[frame.measured_extra_ratio.notna()]
     equal = int((frame.largest_error_percent == 0).sum())
     return (

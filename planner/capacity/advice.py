@@ -102,7 +102,7 @@ def advise(
         batch_key: the one of them that says how many samples a step has.
         device: move the model there first; not for a Workload.
         offload: as for ``solve``: without a link in the profile or here nothing is sent.
-        menus: measure options inside stages.
+        menus: capture stages as graphs, and plan their ops.
         progress: called as ``progress(what, done, total)`` before each part.
 
     Raises:

@@ -64,7 +64,7 @@ def max_batch(
         step: sizes are multiples of it, or of a larger number where the target refuses others.
         device: move the model there first.
         offload: as for ``solve``.
-        menus: measure options inside stages.
+        menus: capture stages as graphs, and plan their ops.
         headroom: of the budget, what no step may use: bytes, or ``"5%"`` of it.
         shard: wrap what the target builds, ``"ddp"`` or ``"fsdp2"``: in DistributedDataParallel, or by ``fully_shard``
             of each repeated block and of the model; None where the target does it.

@@ -111,7 +111,7 @@ def advise_rank(
         settings: arguments of the target's function.
         device: move the model there before it is wrapped.
         offload: as for ``solve``.
-        menus: measure options inside stages.
+        menus: capture stages as graphs, and plan their ops.
         progress: called as ``progress(what, done, total)`` before each run.
 
     Raises:

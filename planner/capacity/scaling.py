@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from profiler.op_graph import StageOps
-from profiler.records import MenuRecord, OptionRecord, Profile, StageRecord
+from profiler.records import MenuRecord, Profile, StageRecord
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
 
@@ -231,8 +231,7 @@ def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
 
 def _replayed(menu: MenuRecord) -> MenuRecord:
     """The menu with its programs replayed on the graph as it scales: a peak may lie elsewhere at another size."""
-    orders = [option.runs for option in menu.options if option.runs is not None]
-    return menu if menu.once is None else menu.with_programs(orders)
+    return menu if menu.once is None else menu.with_programs([option.runs for option in menu.options])
 
 
 def _menu_of(profile: Profile, record: StageRecord) -> MenuRecord | None:
@@ -245,20 +244,16 @@ def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
     if len(known) < len(menus) or len({flow_of(menu.ops) for menu in known}) > 1:
         return []
     if len({graph_flow(menu.graph) for menu in known}) > 1:
-        known = [_without_programs(menu) for menu in known]
-    by_rerun: list[dict[object, OptionRecord]] = [{o.runs_as: o for o in menu.options} for menu in known]
-    shared = [rerun for rerun in by_rerun[-1] if all(rerun in options for options in by_rerun)]
-    shared = [rerun for rerun in shared if len({options[rerun].kept for options in by_rerun}) == 1]
-    # What an option is called follows the order of its ops' bytes or seconds, which may differ: one name for all.
-    names = {rerun: by_rerun[-1][rerun].name for rerun in shared}
+        return [replace(menu, graph=None, options=()) for menu in known]
+    by_runs = [{option.runs: option for option in menu.options} for menu in known]
+    shared = [runs for runs in by_runs[-1] if all(runs in options for options in by_runs)]
+    shared = [runs for runs in shared if len({options[runs].kept for options in by_runs}) == 1]
+    # The name of a program follows the order of its ops' seconds, which may differ: one name for all.
+    names = {runs: by_runs[-1][runs].name for runs in shared}
     return [
-        replace(menu, options=tuple(replace(options[rerun], name=names[rerun]) for rerun in shared))
-        for menu, options in zip(known, by_rerun, strict=True)
+        replace(menu, options=tuple(replace(options[runs], name=names[runs]) for runs in shared))
+        for menu, options in zip(known, by_runs, strict=True)
     ]
-
-
-def _without_programs(menu: MenuRecord) -> MenuRecord:
-    return replace(menu, graph=None, options=tuple(option for option in menu.options if option.runs is None))
 
 
 def graph_flow(graph: StepGraph | None) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Profiles of one model at several sizes, with the same options measured inside its stages at each of them."""
+"""Profiles of one model at several sizes, with the same programs of its stages at each of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from planner.capacity.scaling import ProfileScaling, flow_of, graph_flow, whole_at
+from planner.capacity.scaling import ProfileScaling, graph_flow, whole_at
 from planner.capacity.step_trial import Build, has_room, release
-from planner.distributed.collective import profile, profile_choices
+from planner.distributed.collective import profile, profile_programs
+from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
-from profiler.op_graph import Choice, StageOps
-from profiler.records import MenuRecord, Profile, is_of_whole_model
-from profiler.step_graph import StepGraph
+from profiler.records import Profile, is_of_whole_model
 from profiler.step_replay import StepRuns, runs_once
 from profiler.workload.workload import Workload
 
@@ -25,12 +24,12 @@ MOST_PROFILES = 40
 def scaling_over(
     build: Callable[[int], Workload], sizes: Sequence[int], *, menus: bool, progress: Callable[[int], Progress]
 ) -> ProfileScaling:
-    """Profile the workload at each size, the largest first: what is worth measuring inside a stage is found there.
+    """Profile the workload at each size, the largest first: which programs are worth having is found there.
 
     Args:
         build: the workload at a size.
         sizes: two or more, rising.
-        menus: measure options inside stages.
+        menus: capture stages as graphs, and plan their ops.
         progress: the reporter of the profile at a size.
 
     Raises:
@@ -56,38 +55,20 @@ def with_size(
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
-    same = same_choices(other)
-    programs = None if same is None else same.programs
     stages = "whole" if is_of_whole_model(other.stages) else None
-    return profile_choices(workload, same, programs, stages=stages, progress=progress)
+    return profile_programs(workload, same_programs(other), stages=stages, progress=progress)
 
 
-def same_choices(other: Profile) -> SameChoices | None:
-    """What proposes the choices that another profile has measured; None where it has none."""
-    return SameChoices(other.menus) if any(menu.options for menu in other.menus) else None
-
-
-class SameChoices:
-    """Proposes for a stage what was measured of the stages that run the same ops; none of it is left out as beaten."""
-
-    def __init__(self, menus: Sequence[MenuRecord]) -> None:
-        self._choices: dict[object, dict[object, Choice]] = {}
-        self._orders: dict[object, list[StepRuns]] = {}
-        for menu in menus:
-            if menu.graph is not None:
-                orders = self._orders.setdefault(graph_flow(menu.graph), [])
-                orders += [o.runs for o in menu.options if o.runs is not None and o.runs not in orders]
-            choices = self._choices.setdefault(flow_of(menu.ops), {})
-            for option in (option for option in menu.options if option.runs is None):
-                rerun, packed = option.again
-                choices[option.again] = Choice(option.name, option.kept, rerun, stated=True, packed=packed)
-
-    def programs(self, graph: StepGraph) -> list[StepRuns]:
-        """The orders of a graph's ops that the stages were profiled with; each op once, where they were not."""
-        return self._orders.get(graph_flow(graph), [runs_once(graph)])
-
-    def __call__(self, ops: StageOps) -> list[Choice]:
-        return list(self._choices.get(flow_of(ops), {}).values())
+def same_programs(other: Profile) -> ProposeRuns | None:
+    """What names the programs that another profile has, for stages of the same ops; None where it has none."""
+    if not any(menu.options for menu in other.menus):
+        return None
+    orders_of: dict[object, list[StepRuns]] = {}
+    for menu in other.menus:
+        if menu.graph is not None:
+            orders = orders_of.setdefault(graph_flow(menu.graph), [])
+            orders += [option.runs for option in menu.options if option.runs not in orders]
+    return lambda graph: orders_of.get(graph_flow(graph), [runs_once(graph)])
 
 
 class NoProfile(ValueError):
@@ -100,7 +81,7 @@ class PerSizeProfiles:
     Args:
         build: the workload at a size.
         known: sizes that are profiled already.
-        menus: measure options inside stages.
+        menus: capture stages as graphs, and plan their ops.
         progress: the reporter of the profile at a size.
         why: what differs between the sizes.
     """

@@ -44,7 +44,7 @@ class WorkloadVariants:
         settings: arguments of the target's function.
         batch_key: the one of them that says how many samples a step has.
         device: move the model there first.
-        menus: measure options inside stages.
+        menus: capture stages as graphs, and plan their ops.
         progress: called as ``progress(what, done, total)`` before each run.
     """
 

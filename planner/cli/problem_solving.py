@@ -25,7 +25,7 @@ from solvers.problem.graph import Graph
 
 
 def stage_level(source: Source, rules: Rules | None) -> Profile:
-    """The profile without options inside stages; ValueError for a problem file, or with rules, which may name some."""
+    """The profile without programs of stages; ValueError for a problem file, or with rules, which may need some."""
     if isinstance(source, Profile) and rules is None:
         return source.stage_level()
     kind = "rules" if rules is not None else "a problem file"

@@ -41,7 +41,7 @@ def profile_command(
     ] = None,
     rules: RulesFile = None,
     no_menus: Annotated[
-        bool, typer.Option("--no-menus", help="Measure whole stages only, and inside them what --rules ask for.")
+        bool, typer.Option("--no-menus", help="Find no programs for stages: each is kept or recomputed as a whole.")
     ] = False,
     limit: Annotated[
         str | None,

@@ -170,7 +170,7 @@ def _show_plan(plan: Plan, where: str, request: ShowRequest) -> tuple[list[Rende
     if plan.menus and (request.ops or any(stage.decision == "selective" for stage in plan.stages)):
         parts += ["", plan_ops_report(plan, every_op=request.ops)]
     elif request.ops:
-        note(f"{where} has no options inside stages: no op of it is decided on by itself")
+        note(f"{where} knows no ops of its stages: none is decided on by itself")
     if plan.chain is None and not request.step:
         note(f"{where} carries no chain (it is of an older release): its peak is not explained; solve again for that")
         return parts, None

@@ -86,12 +86,12 @@ def solve_command(
 
     FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph".
 
-    With --rules the plan does what these state, and only the rest, if it is to be solved for, is chosen; the profile
-    has to be made with the same rules. --budget may then be left out.
+    With --rules the plan does what these state, and only the rest, if it is to be solved for, is chosen. --budget may
+    then be left out.
 
-    With --verify (and --set, as for profile) the plan is held against its own run, stage by stage: options whose
-    seconds are off by more than a tenth are corrected, and it is solved again. Of three plans at most the fastest is
-    written.
+    With --verify (and --set, as for profile) the plan is held against its own run, stage by stage: programs and
+    second runs whose seconds are off by more than a tenth are corrected, and it is solved again. Of three plans at most
+    the fastest is written.
 
     Ctrl-C ends the search: the best plan so far is printed, and written only with --keep-best; exit code 130.
     """

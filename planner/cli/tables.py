@@ -143,7 +143,7 @@ def _recomputed(summary: SolutionSummary) -> str:
     inside = [stage for stage in summary.stages if stage.runs == 1 and stage.decision == "selective"]
     ops = counted(summary.recomputed_ops or 0, "op")
     if not again and inside and summary.recomputed_ops == 0:
-        return f"nothing; masks are held as bits in {counted(len(inside), part)}"
+        return f"nothing; {counted(len(inside), part)} as a program in which each op runs once"
     if not again:
         return f"{ops} inside {counted(len(inside), part)}" if inside else "nothing"
     of_all = f" of {len(summary.stages)}" if part == "node" else ""

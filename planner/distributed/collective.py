@@ -26,7 +26,6 @@ from profiler.measurement import step_measurement
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.measuring import Progress
 from profiler.measurement.profiling import profile as measured_profile
-from profiler.measurement.stage_options import ProposeChoices
 from profiler.measurement.step_measurement import Measurement
 from profiler.progress import tell
 from profiler.records import Profile
@@ -46,9 +45,8 @@ def profile(
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
 
-    Runs about ten steps, and with ``menus`` about eight more, in which stages
-    keep a choice of what they save: every option that a plan may use has been
-    measured. Parameters, buffers, gradients, optimizer states, random
+    Runs about ten steps, and with ``menus`` about five more, in which captured
+    stages run as programs. Parameters, buffers, gradients, optimizer states, random
     states and train/eval flags are as before afterwards, also after an exception.
 
     Where ``torch.distributed`` is initialised for several ranks, all of them call this, each with its own part of the
@@ -59,9 +57,9 @@ def profile(
         workload: the training step; its model in training mode.
         stages: None to find stages automatically; "whole" for the model's call as one stage; otherwise module names,
             glob patterns or module classes.
-        menus: measure options inside stages; without, a stage is kept or recomputed as a whole.
-        rules: a plan stated by hand, or the path of its file: what it says of ops inside stages is measured as well,
-            so that ``planner.state`` can predict it.
+        menus: capture stages as graphs, so that plans decide op by op; else a stage is kept or recomputed as a whole.
+        rules: a plan stated by hand, or the path of its file: it is checked against the profile, and stages that save
+            little are captured, too.
         limit: bytes (``"8GiB"``) that no step of profiling takes more than, for a step that does not fit: a few stages
             are kept at a time while the others run again, and what a plain step takes is put together from that
             (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory, but
@@ -110,25 +108,19 @@ def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile:
         return _of_all(ranks, profiling.profile(workload, **settings))
 
 
-def profile_choices(
-    workload: Workload,
-    propose: ProposeChoices | None,
-    programs: ProposeRuns | None,
-    *,
-    stages: Stages = None,
-    progress: Progress | None = None,
+def profile_programs(
+    workload: Workload, programs: ProposeRuns | None, *, stages: Stages = None, progress: Progress | None = None
 ) -> Profile:
-    """A profile of the options and programs that these name, as ``profile`` otherwise; raises as it does.
+    """A profile with the programs that this names, as ``profile`` otherwise; raises as it does.
 
     Without ``stages`` it is of the parts that are found.
     """
     ranks = current_ranks()
     if ranks is None:
-        return measured_profile(workload, stages=stages, propose=propose, programs=programs, progress=progress)
+        return measured_profile(workload, stages=stages, programs=programs, progress=progress)
     with ranks.together("profile"):
         check_alike(ranks, "profile", workload)
-        mine = measured_profile(workload, stages=stages, propose=propose, programs=programs, progress=progress)
-        return _of_all(ranks, mine)
+        return _of_all(ranks, measured_profile(workload, stages=stages, programs=programs, progress=progress))
 
 
 def _of_all(ranks: Ranks, mine: Profile) -> Profile:

@@ -18,7 +18,6 @@ ROWS_SHOWN = 5  # each of what is recomputed and of what is kept
 TABLES_SHOWN = 3  # of the groups that free most; the others in a line
 _COLOURS: dict[OpOutcome, str] = {
     "recomputed": "yellow",
-    "packed": "cyan",
     "kept": "green",
     "not needed": "dim",
     "view": "dim",
@@ -54,10 +53,9 @@ def _group_report(plan: Plan, group: StageGroup, every_op: bool, *, table: bool)
     elif group.decision == "selective" and table:
         yield from _largest(group)
     elif group.decision == "selective":
-        for outcome in ("recomputed", "packed"):
-            short = [_in_short(ops) for ops in grouped_decisions(group) if ops.outcome == outcome]
-            if short:
-                yield f"{outcome}: {', '.join(short)}"
+        short = [_in_short(ops) for ops in grouped_decisions(group) if ops.outcome == "recomputed"]
+        if short:
+            yield f"recomputed: {', '.join(short)}"
 
 
 def _stage_decision(plan: Plan, group: StageGroup) -> str:
@@ -70,10 +68,8 @@ def _stage_decision(plan: Plan, group: StageGroup) -> str:
         return f"{format_bytes(stage.kept_bytes)}{per_stage}" if stage.kept_bytes else "nothing of its own"
     if group.decision == "selective" and group.chosen is not None and group.menu is not None:
         freed = f"frees {format_bytes(group.chosen.freed_bytes)} of {format_bytes(saved_bytes)}"
-        again = len(group.chosen.rerun) - len(group.chosen.packed)
-        bits = f", {len(group.chosen.packed)} as bits" if group.chosen.packed else ""
         count = len(group.ops.ops) if group.ops is not None else 0
-        return f"{again} of {count} ops run again{bits}: {freed}, {cost}"
+        return f"{len(group.chosen.rerun)} of {count} ops run again: {freed}, {cost}"
     freed = f"frees {format_bytes(saved_bytes)}, " if saved_bytes else ""
     inside = f"; from its last run on all but {stage.option}" if stage.option else ""
     return f"runs {group.runs} times: {freed}{cost}{inside}"
@@ -82,7 +78,7 @@ def _stage_decision(plan: Plan, group: StageGroup) -> str:
 def _largest(group: StageGroup) -> Iterator[RenderableType]:
     decisions = grouped_decisions(group)
     shown = [
-        *[ops for ops in decisions if ops.outcome in ("recomputed", "packed")][:ROWS_SHOWN],
+        *[ops for ops in decisions if ops.outcome == "recomputed"][:ROWS_SHOWN],
         *[ops for ops in decisions if ops.outcome == "kept" and ops.size_bytes][:ROWS_SHOWN],
     ]
     yield _table([(_count_of(ops), ops) for ops in shown], "")

@@ -11,7 +11,7 @@ from planner.units import format_seconds
 from profiler.op_graph import ChoiceError, StageOps, is_allocation
 from profiler.records import OptionRecord
 
-OpOutcome = Literal["recomputed", "packed", "kept", "not needed", "view"]
+OpOutcome = Literal["recomputed", "kept", "not needed", "view"]
 _SMALL = 10  # what an op frees is no reason to run it again where an op that reads it frees so many times more
 
 
@@ -23,10 +23,9 @@ class OpDecision:
         ordinals: their positions in the stage.
         op: their kind.
         module: that called them, relative to the stage.
-        outcome: ``recomputed``: they run again in backward; ``packed``: what they
-            make stays as bits; ``kept``: it stays until backward; ``not needed``:
-            backward does not need it; ``view``: they make nothing of their own.
-        size_bytes: kept: what stays; recomputed, packed: what need not stay.
+        outcome: ``recomputed``: they run again in backward; ``kept``: what they make stays until backward;
+            ``not needed``: backward does not need it; ``view``: they make nothing of their own.
+        size_bytes: kept: what stays; recomputed: what need not stay.
         seconds: of running them once.
         why: bytes against seconds, or what needs them.
     """
@@ -56,7 +55,7 @@ def grouped_decisions(group: StageGroup) -> list[OpDecision]:
     alike: dict[tuple[OpOutcome, str, str], list[int]] = {}
     for ordinal, op in enumerate(ops.ops):
         alike.setdefault((decided.outcome(ordinal), op.kind, op.module), []).append(ordinal)
-    order: tuple[OpOutcome, ...] = ("recomputed", "packed", "kept", "not needed")
+    order: tuple[OpOutcome, ...] = ("recomputed", "kept", "not needed")
     decisions = [decided.decision_of(ordinals) for (outcome, *_), ordinals in alike.items() if outcome in order]
     return sorted(decisions, key=lambda each: (order.index(each.outcome), -each.size_bytes, -each.seconds))
 
@@ -77,7 +76,7 @@ def storages_kept_by(ops: StageOps, option: OptionRecord) -> list[int]:
     What an op that runs again writes last is made again, also where it need
     not have been dropped; and what nobody reads in backward goes.
     """
-    writers, read, again = ops.writers(), ops.read_by(*option.again), set(option.rerun)
+    writers, read, again = ops.writers(), ops.read_by(option.rerun), set(option.rerun)
     kept = [n for n in option.kept if ops.storages[n].saved or n in read]
     return [n for n in kept if writers.get((n, ops.storages[n].versions), -1) not in again]
 
@@ -102,14 +101,13 @@ class _DecidedOps:
         self._values = _values(ops)
         saved = [n for n, storage in enumerate(self._storages) if storage.saved and storage.op >= 0]
         self._kept: set[int] = set()
-        self._packed: tuple[int, ...] = ()
         if group.decision in ("recompute", "segment"):
             self._rerun = frozenset(range(self._end_of(saved)))
         elif (chosen := group.chosen) is None:
             self._rerun = frozenset[int]()
             self._kept = set(saved)
         else:
-            self._rerun, self._packed = frozenset(chosen.rerun), chosen.packed
+            self._rerun = frozenset(chosen.rerun)
             self._kept = set(storages_kept_by(ops, chosen))
 
     def _end_of(self, saved: Sequence[int]) -> int:
@@ -124,7 +122,7 @@ class _DecidedOps:
         if not touched:
             return "view"
         if ordinal in self._rerun:
-            return "packed" if ordinal in self._packed else "recomputed"
+            return "recomputed"
         return "kept" if self._kept & touched else "not needed"
 
     def decision_of(self, ordinals: Sequence[int]) -> OpDecision:
@@ -132,7 +130,7 @@ class _DecidedOps:
         first = self._ops.ops[ordinals[0]]
         outcome = self.outcome(ordinals[0])
         made = {n for ordinal in ordinals for n in self._made[ordinal]}
-        if outcome in ("recomputed", "packed"):
+        if outcome == "recomputed":
             counted = {n for n in made if self._storages[n].saved}
         else:
             counted = made & self._kept
@@ -151,8 +149,6 @@ class _DecidedOps:
     def _why(self, ordinals: Sequence[int], outcome: OpOutcome, counted: set[int], size: int, seconds: float) -> str:
         if outcome == "recomputed":
             return self._why_again(ordinals, size, seconds)
-        if outcome == "packed":
-            return "its zeros and ones are held as bits, and unpacked when they are needed"
         if outcome == "kept":
             return self._why_kept(ordinals, counted, size)
         made = [self._storages[n] for ordinal in ordinals for n in self._made[ordinal]]

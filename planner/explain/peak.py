@@ -18,7 +18,6 @@ from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_
 
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"
-BITS = "kept as bits"
 RANDOM_STATES = "random states for ops that run again"
 OUTPUTS = "outputs of stages"
 LEFT = "left by stages that keep nothing"
@@ -232,9 +231,7 @@ class _Explained:
             given = min(-left, self._outputs.get(k - 1, 0))
             self._outputs[k - 1] = self._outputs.get(k - 1, 0) - given
             left += given
-        packed = menu is not None and number > 0 and menu.options[number - 1].packed
-        named = KEPT if menu is None else BITS if packed and left > 0 else "kept, not told apart"
-        yield self._of(named, k, left)
+        yield self._of(KEPT if menu is None else "kept, not told apart", k, left)
 
     def _stored(self, k: int, menu: MenuRecord, option: int, left: int) -> Iterator[PeakPart]:
         """The storages that a stage keeps, and those of its output that are held for longer than the next stage does.
@@ -244,9 +241,8 @@ class _Explained:
         """
         kept = MADE_AGAIN if k in self._again else KEPT
         of_menu = menu.options[option - 1] if option else None
-        runs = None if of_menu is None else of_menu.runs
-        if runs is not None and menu.graph is not None and (states := random_state_bytes(menu.graph, runs)):
-            yield self._of(RANDOM_STATES, k, states)
+        if of_menu is not None and menu.graph is not None:
+            yield self._of(RANDOM_STATES, k, random_state_bytes(menu.graph, of_menu.runs))
         ops, chosen = menu.flow(of_menu)
         for what, storages in ((kept, _kept_storages(ops, chosen)), (OUTPUTS, _outputs_not_kept(ops, chosen))):
             for number in storages:

@@ -33,7 +33,7 @@ class Span:
 
     ``recompute`` is any run of a stage but its first. Its first ``stall_seconds`` it waits for a copy.
     ``again_seconds`` are what a backward takes more than that of a stage which keeps everything: for ops that run again
-    in it, and for masks that are unpacked.
+    in it.
     """
 
     phase: PhaseName

@@ -315,7 +315,7 @@ def _dropped_seconds(profile: Profile, k: int) -> float:
 
 
 def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
-    """Keeping everything first, then the measured options inside the stage."""
+    """Keeping everything first, then the programs."""
     profile, record = timeline.profile, timeline.profile.stages[k]
     cleared_bytes = timeline.cleared_bytes if k == 0 else 0  # counted as long as the first forward goes on
     keep = Option(
@@ -330,13 +330,12 @@ def _options(timeline: _UnsharedTimeline, k: int) -> Iterator[Option]:
         # The forward that drops is the stage's own code as well then, where those of programs are faster.
         recompute_seconds=record.recompute_seconds + max(0.0, record.dropped.seconds - _dropped_seconds(profile, k)),
         recompute_peak_bytes=timeline.second_run_peak(k, record.recompute_peak_bytes),
-        offload_units=kept_offload_unit_bytes(profile, k, None),
+        offload_units=kept_offload_unit_bytes(profile, k),
     )
     yield keep
     if record.menu >= 0:
-        for measured in profile.menus[record.menu].options:
-            made = _option if measured.runs is None else _program_option
-            yield made(timeline, k, keep, measured)
+        for program in profile.menus[record.menu].options:
+            yield _program_option(timeline, k, keep, program)
 
 
 def _program_option(timeline: _UnsharedTimeline, k: int, keep: Option, program: OptionRecord) -> Option:
@@ -379,45 +378,6 @@ def _released_bytes(timeline: _UnsharedTimeline, k: int) -> int:
     return before.boundary_bytes - before.kept_output_bytes + shared_bytes
 
 
-def _option(timeline: _UnsharedTimeline, k: int, keep: Option, measured: OptionRecord) -> Option:
-    """An option inside the stage, by what it was measured to differ from keeping everything."""
-    profile, record = timeline.profile, timeline.profile.stages[k]
-    menu = profile.menus[record.menu]
-    extra_bytes = _extra_held_bytes(measured, menu.ops, _released_bytes(timeline, k))
-    if not record.recomputable:
-        extra_bytes += _perhaps_stored_bytes(measured, menu.ops)
-    extra_forward_seconds, extra_backward_seconds = menu.extra_seconds(measured)
-    forward_seconds = keep.forward_seconds + extra_forward_seconds
-    behind_peak_bytes = record.behind_peak_bytes - measured.freed_bytes + extra_bytes if record.behind_peak_bytes else 0
-    return Option(
-        name=measured.name,
-        forward_seconds=forward_seconds,
-        backward_seconds=keep.backward_seconds + extra_backward_seconds,
-        kept_bytes=keep.kept_bytes + timeline.late_release_bytes[k] - measured.freed_bytes + extra_bytes,
-        kept_output_bytes=min(record.kept_output_bytes, _kept_output_bytes(measured, menu.ops)),
-        forward_peak_bytes=timeline.first_run_peak(k, max(measured.forward_peak_bytes, behind_peak_bytes)),
-        backward_peak_bytes=measured.backward_peak_bytes,
-        # It runs to its end then: the ops to run again are recorded along with it.
-        recompute_seconds=max(forward_seconds, keep.recompute_seconds),
-        recompute_peak_bytes=timeline.second_run_peak(k, measured.forward_peak_bytes - record.gathered_bytes),
-        offload_units=kept_offload_unit_bytes(profile, k, measured),
-    )
-
-
-def _extra_held_bytes(option: OptionRecord, ops: StageOps, released_bytes: int) -> int:
-    """Bytes that this option holds and the stage itself would not, but are alive when the stage is left all the same.
-
-    Those are inputs, which go when the next stage runs, and outputs: they may go at any time.
-    """
-    kept = [ops.storages[number] for number in option.kept]
-    inputs, made = [s for s in kept if s.op < 0], [s for s in kept if s.op >= 0]
-    own_input_bytes = sum(storage.size_bytes for storage in inputs if storage.dies_after_stage)
-    other_input_bytes = sum(storage.size_bytes for storage in inputs if not storage.dies_after_stage)
-    output_bytes = sum(storage.size_bytes for storage in made if storage.returned and not storage.saved)
-    cast_bytes = sum(storage.size_bytes for storage in made if _is_unsaved_cast(storage, ops))
-    return other_input_bytes + min(own_input_bytes, released_bytes) + output_bytes + cast_bytes
-
-
 def _is_unsaved_cast(storage: StageStorage, ops: StageOps) -> bool:
     """Whether it may be a cast of a parameter that only ops that run again hold: autocast lets it go."""
     if storage.saved or storage.returned:
@@ -426,21 +386,3 @@ def _is_unsaved_cast(storage: StageStorage, ops: StageOps) -> bool:
     return maker.kind == "_to_copy" and all(
         ops.storages[n].op < 0 and ops.storages[n].always_live for n, _ in maker.reads
     )
-
-
-def _perhaps_stored_bytes(option: OptionRecord, ops: StageOps) -> int:
-    """Bytes that this option holds and the stage itself stores out of sight, say in a list, which may let them go.
-
-    They are alive when the stage is left, with the option or without: it seems to free more than its storages are.
-    """
-    inner = {n: storage for n, storage in enumerate(ops.storages) if storage.op >= 0 and not storage.returned}
-    kept = [inner[number] for number in option.kept if number in inner]
-    dropped_bytes = sum(s.size_bytes for s in inner.values() if s.saved) - sum(s.size_bytes for s in kept)
-    unsaved_bytes = sum(s.size_bytes for s in kept if not s.saved)
-    return min(unsaved_bytes, max(0, option.freed_bytes - dropped_bytes))
-
-
-def _kept_output_bytes(option: OptionRecord, ops: StageOps) -> int:
-    """Bytes of the stage's output that the option keeps itself, of those that the stage keeps."""
-    kept = [ops.storages[number] for number in option.kept]
-    return sum(storage.size_bytes for storage in kept if storage.op >= 0 and storage.returned and storage.saved)

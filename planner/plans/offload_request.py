@@ -99,11 +99,6 @@ def _why_not(link: Link | None, smallest: int | None) -> str:
     return ""
 
 
-def link_record(link: Link | None) -> LinkRecord | None:
-    """A link as if it had been measured."""
-    return None if link is None else LinkRecord(**asdict(link))
-
-
 def link_document(link: Link | None) -> dict[str, float | int | None] | None:
     """A link as plain data; JSON knows no infinity, so an unlimited rate is null."""
     if link is None:

@@ -176,15 +176,13 @@ class Plan(PlanClaims):
         ]
 
     def _runs_again(self, action: Action) -> Any:
-        """Of a run of a stage's option the ops that run again, with their ordinals; else the action's number."""
+        """Of a run of a program its ops in order; else the action's number."""
         if not action.option or action.kind in TRANSFERS:
             return action.option
         menu = self.menus[self.stages[action.stage].menu]
-        option = menu.options[action.option - 1]
-        if option.runs is not None and menu.graph is not None:
-            return [[menu.graph.ops[ordinal].name for ordinal in side] for side in option.runs]
-        runs = [[ordinal, menu.ops.ops[ordinal].op] for ordinal in option.rerun]
-        return [[*run, "as bits"] if run[0] in option.packed else run for run in runs]
+        assert menu.graph is not None
+        runs = menu.options[action.option - 1].runs
+        return [[menu.graph.ops[ordinal].name for ordinal in side] for side in runs]
 
     def to_document(self) -> dict[str, Any]:
         """Plain data, as it stands in the file."""

@@ -39,12 +39,6 @@ def parents_named(pattern: str, stage: NamedStage) -> list[str]:
     return [name for name, kind in {**containers, **dict(stage.parents)}.items() if _matches(pattern, (name, kind))]
 
 
-def names_module(pattern: str, module: str) -> bool:
-    """Whether a pattern names a module or one that contains it; the empty name is the model."""
-    path = module.split(".")
-    return _matches(pattern, [".".join(path[:end]) for end in range(1, len(path) + 1)]) or pattern == "*"
-
-
 def names_op(pattern: str, op: str) -> bool:
     """Whether a pattern names an op such as ``aten._softmax.default``."""
     return _matches(pattern, _op_names(op))
@@ -90,14 +84,6 @@ def no_module(where: str, pattern: str, stages: Sequence[NamedStage], outside: I
     return ChoiceError(
         f"{where}: expected the name, glob pattern or class of a module that runs, got {pattern!r}, which matches "
         f"nothing; nearest: {_nearest(pattern, known)}"
-    )
-
-
-def no_module_of_ops(where: str, pattern: str, modules: Iterable[str]) -> ChoiceError:
-    """The error for a pattern that names no module of a step's ops."""
-    return ChoiceError(
-        f"{where}: expected the name or glob pattern of a module that runs ops, got {pattern!r}, which matches "
-        f"nothing; nearest: {_nearest(pattern, modules)}"
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from planner.plans import rule_patterns
 from planner.plans.rules import Rule, Rules, RuleTarget
 from planner.units import counted
-from profiler.op_graph import Choice, ChoiceError, NamedStage
+from profiler.op_graph import ChoiceError, NamedStage
 
 DirectiveKind = Literal["keep", "recompute", "segment", "choice", "solve"]
 _CHECKPOINTS = -1  # stands for the checkpoints where a rule's number is expected
@@ -23,13 +23,13 @@ class StageDirective:
     Attributes:
         kind: ``keep``; ``recompute`` from its own input; ``segment``: recomputed together with its neighbours;
             ``choice``: some of its ops run again; ``solve``: left to the solver.
-        choice: those ops.
+        rerun: the ordinals of those ops.
         ends_segment: it is a checkpoint: a segment ends with it.
         source: what states it, in words.
     """
 
     kind: DirectiveKind
-    choice: Choice | None = None
+    rerun: frozenset[int] = frozenset()
     ends_segment: bool = False
     source: str = ""
 
@@ -40,10 +40,6 @@ class ResolvedRules:
 
     directives: tuple[StageDirective, ...]
     lines: tuple[str, ...]
-
-    def choices(self) -> dict[int, Choice]:
-        """The choices inside stages, by the stage's position."""
-        return {k: stated.choice for k, stated in enumerate(self.directives) if stated.choice is not None}
 
 
 def resolve_rules(rules: Rules, stages: Sequence[NamedStage], outside: Collection[str]) -> ResolvedRules:
@@ -217,14 +213,14 @@ class _Resolution:
         if stage.kind != "choice":
             return StageDirective(kind=stage.kind, ends_segment=stage.ends_segment, source=source)
         try:
-            choice = Choice.dropping(stage.stage.ops, stage.rerun, forced=stage.forced)
+            rerun = stage.stage.ops.rerun_without(stage.rerun, forced=stage.forced)
         except ChoiceError as error:
             raise ChoiceError(
                 f"{source}: stage {stage.stage.name!r}: {error} by a later rule, or set force = true to run it anyway"
             ) from error
-        if not choice.rerun:
+        if not rerun:
             return StageDirective(kind="keep", source=source)
-        return StageDirective(kind="choice", choice=replace(choice, stated=True), source=source)
+        return StageDirective(kind="choice", rerun=rerun, source=source)
 
     def _lines(self, directives: Sequence[StageDirective]) -> Iterator[str]:
         if self._rules.checkpoint_patterns:
@@ -244,7 +240,7 @@ class _Resolution:
         if rule.action != "recompute":
             return counted(len(stages), "stage")
         whole = sum(directives[k].kind in ("recompute", "segment") for k in stages)
-        counts = [len(ordinals[k] & choice.rerun) for k in stages if (choice := directives[k].choice) is not None]
+        counts = [len(ordinals[k] & directives[k].rerun) for k in stages if directives[k].kind == "choice"]
         effects = [f"{counted(whole, 'stage')} as a whole"] if whole else []
         if any(counts):
             effects.append(f"{counted(sum(counts), 'op')} in {counted(sum(map(bool, counts)), 'stage')}")

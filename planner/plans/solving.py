@@ -125,12 +125,13 @@ def _with_exact_programs(
     Args:
         plan, profile: to begin with.
         solved: the plan of a profile whose menus have other programs.
-        time_limit_seconds: for all searches; None for a few seconds at most.
+        time_limit_seconds: for all searches, that of the plan included; None for a few seconds at most.
     """
-    seconds = EXACT_SECONDS if time_limit_seconds is None else min(EXACT_SECONDS, time_limit_seconds)
-    with Deadline(math.inf if time_limit_seconds is None else time_limit_seconds):
+    left_seconds = math.inf if time_limit_seconds is None else max(0.0, time_limit_seconds - plan.solve_seconds)
+    seconds = min(EXACT_SECONDS, left_seconds)
+    with Deadline(left_seconds):
         for _ in range(_EXACT_ROUNDS):
-            if plan.interrupted or plan.chain is None or plan.beside:
+            if plan.interrupted or plan.chain is None or plan.beside or not left_seconds:
                 break
             problem = Problem(chain=plan.chain, budget_bytes=plan.budget_bytes, link=plan.link)
             try:

@@ -177,14 +177,13 @@ def _ops_of_programs(stages: Sequence[PlannedStage], menus: Sequence[MenuRecord]
     """How many ops the forward of each stage has that goes backward as a program."""
     actions = [moment.action for moment in replayed.timeline]
     chosen = {action.stage: action.option for action in actions if action.kind in RUNS and action.option}
-    options = {k: menus[stages[k].menu].options[option - 1] for k, option in chosen.items()}
-    return {k: len(option.runs.forward) for k, option in options.items() if option.runs is not None}
+    return {k: len(menus[stages[k].menu].options[option - 1].runs.forward) for k, option in chosen.items()}
 
 
 def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], chosen: OptionRecord | None) -> tuple[int, ...]:
-    if stage.menu < 0 or not stage.recomputable:
+    if stage.menu < 0 or not stage.recomputable or chosen is not None:
         return ()
-    return offload_units_among(menus[stage.menu].ops, chosen, with_input=bool(stage.input_offload_units))
+    return offload_units_among(menus[stage.menu].ops, with_input=bool(stage.input_offload_units))
 
 
 def _kept_bytes(stages: Sequence[PlannedStage], k: int, decision: StageDecision, chosen: OptionRecord | None) -> int:

@@ -19,7 +19,7 @@ from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.solving import complete, plan_of, plan_with_headroom
 from planner.plans.stage_decisions import undecided_stages
 from planner.units import parse_bytes
-from profiler.op_graph import NamedStage, StageOps
+from profiler.op_graph import ChoiceError, NamedStage, StageOps
 from profiler.program_replay import forward_flow, runs_with
 from profiler.records import Profile, StageRecord
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
@@ -46,8 +46,7 @@ def state(
     """The plan that does what ``rules`` state.
 
     Args:
-        profile: a Profile or the path of its file, measured with the same rules: ``planner.profile(..., rules=rules)``;
-            of ops in captured stages it needs none.
+        profile: a Profile or the path of its file.
         rules: Rules, a list of them, or the path of a TOML or JSON file.
         budget: bytes, ``"8GiB"`` or ``"70%"`` of the unplanned peak. None: what the plan needs. With something left
             to the solver it has to be given.
@@ -62,13 +61,12 @@ def state(
     Raises:
         Infeasible: what is stated does not fit the budget; carries the bytes that it needs.
         NothingFound: nothing was found for what is left to the solver, and nothing ruled out.
-        ChoiceError: a name that matches nothing, rules that contradict each other, an op that must not run again.
-        ValueError: a stage that cannot be recomputed, a choice that the profile has not measured, a missing budget.
+        ChoiceError: as ``resolve_for``.
+        ValueError: a stage that cannot be recomputed, or a missing budget.
     """
     start = time.perf_counter()
     profile = given_profile(profile, "state")
-    outside = {op.module for op in profile.op_records if op.place == "outside"}
-    resolved = resolve_rules(rules_from(rules), _named_stages(profile), outside)
+    resolved = resolve_for(profile, rules_from(rules))
     profile = _with_choices(profile, resolved)
     chain = chain_of(profile)
     spans = _spans(profile, chain, resolved)
@@ -92,6 +90,31 @@ def state(
         budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
         plan = plan_with_headroom(budget_bytes, left_free, plan_within)
     return complete(replace(plan, stated=resolved.lines, solve_seconds=time.perf_counter() - start))
+
+
+def resolve_for(profile: Profile, rules: Rules) -> ResolvedRules:
+    """What rules state of the stages of a profile.
+
+    Raises:
+        ChoiceError: a name that matches nothing, rules that contradict each other, an op that must not run again, or
+            ops of a stage that is not captured.
+    """
+    outside = {op.module for op in profile.op_records if op.place == "outside"}
+    resolved = resolve_rules(rules, _named_stages(profile), outside)
+    stages = [record for record in profile.stages if record.kind == "stage"]
+    for record, directive in zip(stages, resolved.directives, strict=True):
+        menu = profile.menus[record.menu] if record.menu >= 0 else None
+        if directive.kind != "choice" or (menu is not None and menu.graph is not None and menu.options):
+            continue
+        why = record.reason or (menu.opaque if menu is not None else "")
+        if profile.precision.endswith("compiled"):
+            why = "the model is compiled, and compiled code shows no ops"
+        remedy = "state it for the whole stage" if why else "profile with these rules (--rules, or rules=...)"
+        raise ChoiceError(
+            f"{directive.source}: only stages that were captured as a graph can run some of their ops again, and "
+            f"{record.name!r} was not{f' ({why})' if why else ''}; {remedy}"
+        )
+    return resolved
 
 
 def _fully_stated(
@@ -201,9 +224,9 @@ def _with_choices(profile: Profile, resolved: ResolvedRules) -> Profile:
     stages = [record for record in profile.stages if record.kind == "stage"]
     for record, directive in zip(stages, resolved.directives, strict=True):
         graph = menus[record.menu].graph if record.menu >= 0 else None
-        if directive.choice is None or graph is None:
+        if directive.kind != "choice" or graph is None:
             continue
-        runs = runs_with(graph, directive.choice.rerun)
+        runs = runs_with(graph, directive.rerun)
         if all(option.runs != runs for option in menus[record.menu].options):
             added = menus[record.menu].program(runs)
             menus[record.menu] = replace(menus[record.menu], options=(*menus[record.menu].options, added))
@@ -240,26 +263,14 @@ def _check_recomputable(record: StageRecord, directive: StageDirective) -> None:
     if directive.kind in ("recompute", "segment") and not record.recomputable:
         reason = record.reason or "it does not repeat its result"
         raise ValueError(
-            f"{directive.source}: expected stages that can be recomputed, got {record.name!r}: {reason}; "
-            'keep it with a later rule, or name ops in it (ops = "*"), which run again without its Python code'
+            f"{directive.source}: expected stages that can be recomputed, got {record.name!r}: {reason}; keep it with "
+            "a later rule"
         )
 
 
 def _option(profile: Profile, record: StageRecord, directive: StageDirective) -> int:
-    """The number of the measured option that is the choice."""
-    assert directive.choice is not None
+    """The number of the program in which these ops run again."""
     menu = profile.menus[record.menu]
-    runs = None if menu.graph is None else runs_with(menu.graph, directive.choice.rerun)
-    for number, option in enumerate(menu.options, start=1):
-        if option.runs == runs if runs is not None else option.again == directive.choice.again:
-            return number
-    if menu.reason:
-        raise ValueError(
-            f"{directive.source}: expected options inside stage {record.name!r} to work, got none: {menu.reason}; "
-            "state something else of it"
-        )
-    raise ValueError(
-        f"{directive.source}: expected a profile that has measured stage {record.name!r} with "
-        f"{directive.choice.name} run again, got one that has not; "
-        "profile with these rules (--rules, or planner.profile(..., rules=...))"
-    )
+    assert menu.graph is not None
+    runs = runs_with(menu.graph, directive.rerun)
+    return 1 + next(number for number, option in enumerate(menu.options) if option.runs == runs)

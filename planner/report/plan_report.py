@@ -192,8 +192,6 @@ def sentence_of(plan: Plan) -> str:
     extra = plan.slowdown - 1
     cost = "no extra time" if extra < _LITTLE else f"{extra:.0%} more time"
     done = [f"{counted(plan.recomputed_ops, 'op')} run again in backward"] if plan.recomputed_ops else []
-    packed = any(stage.decision == "selective" for stage in plan.stages)
-    done += ["masks are held as bits"] if packed and not plan.recomputed_ops else []
     done += [f"up to {format_bytes(plan.host_bytes)} wait in host memory"] if plan.host_bytes else []
     how = f": {' and '.join(done)}" if done else ": everything is kept"
     return (

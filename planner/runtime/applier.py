@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,14 +39,12 @@ from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.capture.call_program import Compiled
 from profiler.recomputation.outer_hooks import in_checkpoint
-from profiler.recomputation.selection import Selection
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
 from profiler.workload.precision import autocast_now, autocast_part
 from profiler.workload.sharded_units import keep_gathered
 from profiler.workload.torch_flags import stacks_kept
 from profiler.workload.wrapped_models import autocasts_inside, inner_model
-from solvers.problem.chain_schedule import RUNS
 from solvers.problem.link import Link
 
 Backend = Literal["eager", "inductor"]
@@ -242,7 +239,6 @@ class PlannedCalls:
         self.wrapped = tuple(dict.fromkeys([*compiled, *self._places.names]))
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
-        self._selections = selections_of(plan)
         self._programs = StagePrograms(plan, lowered, model, compiler)
         self._deviations = Deviations(turns=CheckTurns(lowered.dropped))
         self._shapes = BatchShapes(plan)
@@ -298,9 +294,7 @@ class PlannedCalls:
         say_what_hooks_do_not_see()
         self._bypassing, self._inside = None, False  # Whatever an interrupt has left of the one before.
         self._places.begin()
-        return PlannedStep(
-            self._plan, self._lowered, self._selections, self._deviations, batch, self._programs, self._engine
-        )
+        return PlannedStep(self._plan, self._lowered, self._deviations, batch, self._programs, self._engine)
 
     def _step_of(self, name: str) -> PlannedStep | None:
         """The forward that a stage is called in: the model's own, or one that goes past it (``self.net(x)``).
@@ -362,10 +356,9 @@ class PlannedCalls:
                     return forward(*args, **kwargs)
                 if place.unseen:
                     return step.run_unseen(place.position, name, module, forward, args, kwargs)
-                planned = self._compiled.in_stage(place.position, module, forward, self._deviations.diverged_stages)
-                if self._compiled.runs_compiled(place.position):
+                if self._compiled.runs_compiled(place.position, module, forward):
                     self._programs.refuse(place.position)
-                return step.run(place.position, module, planned, args, kwargs)
+                return step.run(place.position, module, forward, args, kwargs)
             finally:
                 self._inside = False
 
@@ -396,20 +389,3 @@ def engine_on(device: torch.device, link: Link | None, host_bytes: int) -> CopyE
         "and the peak is not promised. Solve without offloading",
     )
     return None
-
-
-def selections_of(plan: Plan) -> dict[tuple[int, int], Selection]:
-    """Which ops of each stage run again, by stage and option, for all options that the schedule uses."""
-    sending = {action.stage for action in plan.schedule.actions if action.kind == "offload"}
-
-    @functools.cache  # stages of one kind share theirs
-    def selection(menu: int, option: int, all_saves: bool) -> Selection:
-        return Selection.of(plan.menus[menu].ops, *plan.menus[menu].options[option - 1].again, all_saves=all_saves)
-
-    return {
-        (action.stage, action.option): selection(plan.stages[action.stage].menu, action.option, action.stage in sending)
-        for action in plan.schedule.actions
-        if action.kind in RUNS
-        and action.option
-        and plan.menus[plan.stages[action.stage].menu].options[action.option - 1].runs is None
-    }

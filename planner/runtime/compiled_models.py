@@ -14,7 +14,6 @@ from profiler.workload.compiled_forwards import (
     Forward,
     is_compiled,
     plain_name,
-    uncompiled,
     unwrapped,
 )
 from profiler.workload.wrapped_models import inner_model
@@ -38,61 +37,42 @@ def made_compiled(plan: Plan) -> bool:
 
 
 class CompiledCalls:
-    """How stages of an applied plan run where code is compiled; what cannot be kept is said once, at the first call.
+    """Finds the stages of an applied plan that run as compiled code; what cannot be kept there is said once.
 
-    A plan that keeps a choice of what a stage saves tells single ops, as they are dispatched, what to do; compiled
-    code dispatches none. In a compiled model such a stage runs uncompiled, as planned. Where the stage itself is
-    compiled it stays so, and is recomputed as a whole: it keeps less, and takes longer in backward.
+    Such a stage stays compiled: where the plan has a program for it, it is recomputed as a whole instead. It keeps
+    less, and takes longer in backward.
     """
 
     def __init__(self, plan: Plan, selective: Collection[int]) -> None:
         self._plan = plan
         self._selective = frozenset(selective)
-        self._model_compiled = False
         self._promised = made_compiled(plan)
-        self._uncompiled: set[int] = set()
         self._checked: set[int] = set()
         self._compiled: set[int] = set()
 
     def in_model(self, forward: Forward) -> None:
         """The model is about to be run with ``forward``."""
-        self._model_compiled = isinstance(forward, CompiledForward)
-        if self._model_compiled:
+        if isinstance(forward, CompiledForward):
             self._warn_of_the_peak()
 
-    def in_stage(self, position: int, module: nn.Module, forward: Forward, diverged_stages: set[int]) -> Forward:
-        """A stage is about to be run with ``forward``: what to run it with instead.
-
-        One that cannot keep its choice of ops joins ``diverged_stages``, which are recomputed whole.
-        """
+    def runs_compiled(self, position: int, module: nn.Module, forward: Forward) -> bool:
+        """Whether compiled code runs a stage, which is about to be run with ``forward``."""
         if position not in self._checked or isinstance(forward, CompiledForward):
-            self._check(position, module, forward, diverged_stages)
-        runs_uncompiled = position in self._uncompiled and position not in diverged_stages
-        return uncompiled(forward) if runs_uncompiled else forward
+            self._check(position, module, forward)
+        return position in self._compiled
 
-    def runs_compiled(self, position: int) -> bool:
-        """Whether compiled code runs a stage, which no program takes the place of."""
-        return position in self._compiled and position not in self._uncompiled
-
-    def _check(self, position: int, module: nn.Module, forward: Forward, diverged_stages: set[int]) -> None:
+    def _check(self, position: int, module: nn.Module, forward: Forward) -> None:
         self._checked.add(position)
-        if not (isinstance(forward, CompiledForward) or is_compiled(module)):
+        if position in self._compiled or not (isinstance(forward, CompiledForward) or is_compiled(module)):
             return
         self._compiled.add(position)
         self._warn_of_the_peak()
-        if position not in self._selective or position in diverged_stages or position in self._uncompiled:
-            return
-        stage = self._plan.stages[position]
-        if self._model_compiled or not stage.recomputable:
-            self._uncompiled.add(position)
-            instead = "it runs uncompiled"
-        else:
-            diverged_stages.add(position)
-            instead = "it stays compiled and is recomputed as a whole"
-        warn_caller(
-            f"planned stage {stage.name!r}: {stage.option or 'a choice of its ops'} cannot be recomputed inside "
-            f"compiled code; {instead}. Profile the compiled model for a plan without such choices"
-        )
+        if position in self._selective:
+            stage = self._plan.stages[position]
+            warn_caller(
+                f"planned stage {stage.name!r}: {stage.option} cannot be recomputed inside compiled code; it stays "
+                "compiled and is recomputed as a whole. Profile the compiled model for a plan without such choices"
+            )
 
     def _warn_of_the_peak(self) -> None:
         if not self._promised:

@@ -334,8 +334,8 @@ class DroppedStage:
             saved = rerun_until_saved(self._forward, state, given, named, len(self._placeholders), saw)
             output = None
         else:
-            call = self._module, self._forward, state, given, named
-            saved, output = self._runs.rerun(self.position, rerun.option, *call, saw, self._returned)
+            call = self._forward, state, given, named
+            saved, output = self._runs.rerun(self.position, *call, saw, self._returned)
         if not check.difference and len(saved) != len(self._placeholders):
             check.difference = f"{len(saved)} tensors, not {len(self._placeholders)}"
         if check.difference:

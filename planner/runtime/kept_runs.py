@@ -1,4 +1,4 @@
-"""Runs of a stage that keep what it saves, or a choice of it, and hand what is to be sent to the transfers."""
+"""Runs of a stage that keep what it saves, and hand what is to be sent to the transfers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan, PlannedStage
@@ -19,8 +19,6 @@ from planner.runtime.stage_input import BatchCopies
 from planner.runtime.transfers import TransferExecutor
 from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, rerun_keeping
 from profiler.recomputation.saved_tensors import SavedTensor, unpack
-from profiler.recomputation.selection import Selection
-from profiler.recomputation.selective_call import SelectiveCall, rerun_selecting
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -72,7 +70,6 @@ class Deviations:
     """What the stages of an applied plan were seen to do otherwise than was profiled, from step to step.
 
     Attributes:
-        diverged_stages: selective stages that ran other ops: they are recomputed whole.
         undefined: by stage, numbers of saved tensors some of whose values are undefined memory.
         dropped_stages: those that ran a first time since, each of which may be what sets its parameters.
         other_batch: the forward under way has a batch of other shapes, which has been said.
@@ -80,7 +77,6 @@ class Deviations:
         turns: which dropped stages are checked in the forward under way.
     """
 
-    diverged_stages: set[int] = field(default_factory=set)
     undefined: dict[int, set[int]] = field(default_factory=dict)
     dropped_stages: set[int] = field(default_factory=set)
     other_batch: bool = False
@@ -93,7 +89,6 @@ class KeptRuns:
 
     Args:
         plan, lowered: of the step.
-        selections: by stage and option, which ops run again.
         deviations: what was seen of the model's stages since the plan was applied; more may be added.
         batch: what the model was given.
         transfers: of the step; None where nothing is sent.
@@ -106,7 +101,6 @@ class KeptRuns:
         self,
         plan: Plan,
         lowered: LoweredSchedule,
-        selections: dict[tuple[int, int], Selection],
         deviations: Deviations,
         batch: BatchCopies,
         transfers: TransferExecutor | None,
@@ -117,7 +111,6 @@ class KeptRuns:
         self.deviations = deviations
         self.batch = batch
         self.shared = frozenset(tensor.born for tensor in plan.chain.shared) if plan.chain is not None else frozenset()
-        self._selections = selections
         self._backward_reached = len(plan.stages)
 
     @property
@@ -131,35 +124,22 @@ class KeptRuns:
         self._backward_reached = min(self._backward_reached, position)
         yield from (*passed, position)
 
-    def first_run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a stage with autograd, keeping what the plan says."""
-        option = self.lowered.selective.get(position, 0)
-        transfers = self._transfers_of(position, option)
-        if not option and transfers is None:
+    def first_run(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a stage with autograd, which keeps what the stage saves."""
+        if not self._sends(position):
             return forward(*args, **kwargs)
+        assert self.transfers is not None
         self.check_shapes(self.plan.stages[position], tensors_in((args, kwargs)))
-        log, call = SavedTensorLog(), None
-        if option:
-            selection = self._selections[position, option]
-            if transfers is None:
-                call = SelectiveCall(module, selection)
-            else:
-                call = SelectiveCall(module, selection, OffloadableTensor, log.note)
-            output = call.run(forward, args, kwargs)
-            self._check_followed(position, call)
-        else:
-            with torch.autograd.graph.saved_tensors_hooks(log.pack, unpack):
-                output = forward(*args, **kwargs)
-            log.parameters.pass_on()
-        if transfers is not None:
-            transfers.kept(position, option, log.saved(), call)
+        log = SavedTensorLog()
+        with torch.autograd.graph.saved_tensors_hooks(log.pack, unpack):
+            output = forward(*args, **kwargs)
+        log.parameters.pass_on()
+        self.transfers.kept(position, 0, log.saved())
         return output
 
     def rerun(
         self,
         position: int,
-        option: int,
-        module: nn.Module,
         forward: Callable[..., Any],
         state: CallState,
         args: Any,
@@ -170,29 +150,23 @@ class KeptRuns:
         """Run a stage again to its end: what it saves in order, and its output cut off from the graph.
 
         Args:
-            position, option: of the stage, and what is kept of it.
-            module, forward, state, args, kwargs: what to run.
+            position: of the stage.
+            forward, state, args, kwargs: what to run.
             saw: is told of each tensor that is saved.
             returned: what the stage returned before, where others hold that.
         """
-        transfers = self._transfers_of(position, option)
-        keep = SavedTensor if transfers is None else OffloadableTensor
-        # One that was to run as a program has none in this step: all of it is kept.
-        if selection := self._selections.get((position, option)):
-            call, saved, output = rerun_selecting(forward, module, state, args, kwargs, selection, keep, saw)
-            self._check_followed(position, call)
-        else:
-            call, (saved, output) = None, rerun_keeping(forward, state, args, kwargs, saw)
-            if transfers is not None:
-                saved = [tensor if tensor is NOT_NEEDED else OffloadableTensor(tensor) for tensor in saved]
+        saved, output = rerun_keeping(forward, state, args, kwargs, saw)
+        kept: list[Any] = saved
+        if self._sends(position):
+            kept = [tensor if tensor is NOT_NEEDED else OffloadableTensor(tensor) for tensor in saved]
         if returned is not None:
             outputs = tensors_in(output)
-            inputs = [] if call is None else call.held_tensors()
-            returned.take_the_place_of(outputs, [*outputs, *_held_by(saved), *inputs])
-        if transfers is not None:
-            kept = [tensor if isinstance(tensor, OffloadableTensor) else None for tensor in saved]
-            transfers.kept(position, option, kept, call)
-        return saved, output
+            returned.take_the_place_of(outputs, [*outputs, *_held_by(kept)])
+        if self._sends(position):
+            assert self.transfers is not None
+            sent = [tensor if isinstance(tensor, OffloadableTensor) else None for tensor in kept]
+            self.transfers.kept(position, 0, sent)
+        return kept, output
 
     def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
         """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
@@ -205,22 +179,9 @@ class KeptRuns:
             then = "the peak is not promised" if larger else "they are smaller and need less memory"
             warn_once(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")
 
-    def _transfers_of(self, position: int, option: int) -> TransferExecutor | None:
-        """The transfers where anything is sent of what a stage keeps."""
-        return self.transfers if self.transfers is not None and self.transfers.sends(position, option) else None
-
-    def _check_followed(self, position: int, call: SelectiveCall) -> None:
-        """Where a stage ran other ops than when profiled, say so once, and recompute it whole from now on."""
-        if call.diverged is None or call.ended_early:
-            return
-        stage = self.plan.stages[position]
-        instead = "is kept" if not stage.recomputable else "is recomputed as a whole from the next step on"
-        warn_once(
-            stage.name,
-            f"it runs other ops than when profiled (from its {call.diverged + 1}. watched op on); it {instead}",
-        )
-        if stage.recomputable:
-            self.deviations.diverged_stages.add(position)
+    def _sends(self, position: int) -> bool:
+        """Whether anything is sent of what a stage keeps."""
+        return self.transfers is not None and self.transfers.sends(position, 0)
 
 
 def _held_by(saved: Sequence[Any]) -> Iterator[Tensor]:

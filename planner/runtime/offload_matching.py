@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,10 @@ from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorag
 from profiler.op_graph import StageOps
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_tensors import is_there_anyway
-from profiler.recomputation.selective_call import SelectiveCall
 from profiler.tensors.storages import storage_key, storage_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
-
-# Ordinals of the ops that hold a storage, and its bytes: all that is known of one that only they hold.
-_HolderKey = tuple[frozenset[int], int]
 
 
 class SavedTensorLog:
@@ -46,7 +42,7 @@ class SavedTensorLog:
 
 
 def match_saved_storages(
-    saved: Sequence[OffloadableTensor | None], ops: StageOps, wanted: Collection[int], call: SelectiveCall | None
+    saved: Sequence[OffloadableTensor | None], ops: StageOps, wanted: Collection[int]
 ) -> dict[int, OffloadedStorage] | None:
     """The storages that may be offloaded, with all that views them; None where the run was not that of the profile.
 
@@ -54,15 +50,12 @@ def match_saved_storages(
         saved: for each tensor that was saved.
         ops: the stage's, as profiled.
         wanted: numbers of the storages that may be offloaded.
-        call: the run, where it kept a choice: the ops that it runs again hold tensors, too.
     """
-    if len(saved) != len(ops.saves) or (call is not None and call.diverged is not None):
+    if len(saved) != len(ops.saves):
         return None
     matcher = _StorageMatcher(ops, frozenset(wanted))
     numbered = zip(saved, ops.saves, strict=True)
     if not all(tensor is None or matcher.add(tensor, number) for tensor, number in numbered):
-        return None
-    if call is not None and not matcher.add_held(call):
         return None
     return {number: OffloadedStorage(views) for number, views in matcher.views.items()}
 
@@ -87,52 +80,6 @@ class _StorageMatcher:
             return True
         self.views.setdefault(number, []).append(view)
         return _is_plain(view.value) and _storage_bytes(view.value) == self._ops.storages[number].size_bytes
-
-    def add_held(self, call: SelectiveCall) -> bool:
-        """What the recorded ops hold; False where it is not clear which storage is which."""
-        unknown: dict[int, list[tuple[int, OffloadableTensor]]] = {}
-        for ordinal, view in _handed_over(call):
-            number = self._numbers.get(storage_key(view.value))
-            if number is None:
-                unknown.setdefault(storage_key(view.value), []).append((ordinal, view))
-            elif number in self._wanted:
-                self.views[number].append(view)
-        candidates: dict[_HolderKey, list[list[OffloadableTensor]]] = {}
-        for holders in unknown.values():
-            key = frozenset(ordinal for ordinal, _ in holders), _storage_bytes(holders[0][1].value)
-            candidates.setdefault(key, []).append([view for _, view in holders])
-        expected = self._expected(call)
-        return all(self._assign(numbers, candidates.get(key, [])) for key, numbers in expected.items())
-
-    def _expected(self, call: SelectiveCall) -> dict[_HolderKey, list[int]]:
-        """Wanted storages that autograd itself does not save."""
-        numbers_by_key: dict[_HolderKey, list[int]] = {}
-        positions = {call.selection.ordinals[position]: position for position in call.selection.rerun}
-        readers = self._ops.held_for(positions)
-        for number in sorted(self._wanted.difference(self._ops.saves)):
-            holders = frozenset(positions[ordinal] for ordinal in readers.get(number, ()))
-            numbers_by_key.setdefault((holders, self._ops.storages[number].size_bytes), []).append(number)
-        return numbers_by_key
-
-    def _assign(self, numbers: list[int], candidates: list[list[OffloadableTensor]]) -> bool:
-        if len(numbers) != len(candidates) or not all(_is_plain(views[0].value) for views in candidates):
-            return False
-        self.views.update(zip(numbers, candidates, strict=True))  # Those that are alike in all are for each other.
-        return True
-
-
-def _handed_over(call: SelectiveCall) -> Iterator[tuple[int, OffloadableTensor]]:
-    """What the ops to run again hold, each as an offloadable tensor from now on, with the op's position."""
-    for ordinal, recorded in call.recorded_inputs():
-        made: list[OffloadableTensor] = []
-
-        def holder(tensor: Tensor, made: list[OffloadableTensor] = made) -> OffloadableTensor:
-            made.append(OffloadableTensor(tensor))
-            return made[0]
-
-        recorded.pass_on(holder)
-        for view in made:
-            yield ordinal, view
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -19,7 +19,6 @@ from planner.runtime.plan_checks import warn_of_a_larger_step, warn_once
 from planner.runtime.stage_input import BatchCopies, StageOutput
 from planner.runtime.stage_programs import StagePrograms
 from planner.runtime.transfers import TransferExecutor, before_backward
-from profiler.recomputation.selection import Selection
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -33,7 +32,7 @@ class PlannedStep:
     """The stages of one forward, and what its backward will need.
 
     Args:
-        plan, lowered, selections, deviations, batch: as for ``KeptRuns``.
+        plan, lowered, deviations, batch: as for ``KeptRuns``.
         programs: of the plan's captured stages.
         engine: copies to and from host memory; None where nothing is sent.
     """
@@ -42,7 +41,6 @@ class PlannedStep:
         self,
         plan: Plan,
         lowered: LoweredSchedule,
-        selections: dict[tuple[int, int], Selection],
         deviations: Deviations,
         batch: BatchCopies,
         programs: StagePrograms,
@@ -55,7 +53,7 @@ class PlannedStep:
         self._latest: _Latest | None = None
         self._ran: set[int] = set()
         self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
-        self._runs = KeptRuns(plan, lowered, selections, deviations, batch, self._transfers)
+        self._runs = KeptRuns(plan, lowered, deviations, batch, self._transfers)
         self._node_after_stage = self._first_node = next_node()
         self._own_nodes = 0  # those that no forward makes without a plan
 
@@ -119,15 +117,14 @@ class PlannedStep:
         self._latest = None
 
     def _run(self, position: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        diverged = position in self._runs.deviations.diverged_stages
         before = next_node()
-        program = None if diverged else self._programs.program(position, module, forward, args, kwargs)
+        program = self._programs.program(position, module, forward, args, kwargs)
         self._own_nodes += next_node() - before  # of tracing
-        if position not in self._runs.lowered.dropped and not diverged:
+        if position not in self._runs.lowered.dropped:
             if program is not None:
                 return program(*args, **kwargs)
             if not self._programs.runs(position):
-                return self._runs.first_run(position, module, forward, args, kwargs)
+                return self._runs.first_run(position, forward, args, kwargs)
         stage = DroppedStage(position, module, forward, self._runs, self._dropped, program=program)
         # A step may leave the stage before out.
         stage.expects_links = self._latest is not None and position - 1 in self._ran

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from profiler.recomputation.saved_tensors import Geometry, geometry_of, tensor_over, version_of, without_graph
+from profiler.recomputation.saved_tensors import Geometry, change_counter, geometry_of, tensor_over, version_of
 from profiler.tensors.storages import has_storage, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 
@@ -62,10 +62,7 @@ class _Returned:
         self._geometry: Geometry = geometry_of(tensor)
         self._storage = weakref.ref(storage := tensor.untyped_storage())
         self._size_bytes = storage.nbytes()
-        # It counts changes along with the tensor and all views of it, and lies in no memory.
-        with torch._C._DisableTorchDispatch():
-            self._counter = without_graph(tensor)
-            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._counter = change_counter(tensor)
         self._version = version_of(tensor)
 
     def storage_for(self, tensor: Tensor) -> torch.UntypedStorage | None:

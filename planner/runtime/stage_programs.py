@@ -57,12 +57,7 @@ class StagePrograms:
         options = dict(lowered.selective)
         for reruns in lowered.reruns.values():
             options |= {rerun.stage: rerun.option for rerun in reruns if rerun.mode == "keep"}
-        sent = {stage for stage, option in lowered.sending if option is not None}
-        self._options = {
-            k: option
-            for k, option in options.items()
-            if option and k not in sent and plan.menus[plan.stages[k].menu].options[option - 1].runs is not None
-        }
+        self._options = {k: option for k, option in options.items() if option}
         self._programs: dict[tuple[int, int], CallProgram] = {}
         self._bound: dict[tuple[int, nn.Module], list[_Bound]] = {}  # another module may take a stage's place
         self._refused: set[int] = set()
@@ -112,7 +107,7 @@ class StagePrograms:
     def _bind(self, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> _Bound:
         menu = self._plan.menus[self._plan.stages[position].menu]
         option = menu.options[self._options[position] - 1]
-        assert menu.graph is not None and option.runs is not None
+        assert menu.graph is not None
         stage = self._plan.stages[position]
         same_sizes = [*map(sizes_of, tensors_in((args, kwargs)))] == list(stage.input_shapes)
         gradients = GradientLayouts(stage.gradient_strides, same_sizes)

@@ -14,7 +14,6 @@ from planner.runtime.copy_engine import CopyEngine
 from planner.runtime.offload_matching import match_saved_storages
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
 from planner.runtime.plan_checks import warn_once
-from profiler.recomputation.selective_call import SelectiveCall
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
@@ -62,14 +61,12 @@ class TransferExecutor:
         """Whether anything of a stage is to be sent."""
         return (stage, option) in self._lowered.sending
 
-    def kept(
-        self, stage: int, option: int, saved: Sequence[OffloadableTensor | None], call: SelectiveCall | None = None
-    ) -> None:
+    def kept(self, stage: int, option: int, saved: Sequence[OffloadableTensor | None]) -> None:
         """A run of a stage has kept these saved tensors."""
         units = self._plan.offload_units_of(stage, option)
         menu = self._plan.menus[self._plan.stages[stage].menu]
         wanted = {number for unit in units for number in unit}
-        storages = match_saved_storages(saved, menu.ops, wanted, call)
+        storages = match_saved_storages(saved, menu.ops, wanted)
         if storages is None:
             self._cannot(stage, "it saves other tensors than when profiled; they stay on the device")
             return

@@ -1,4 +1,4 @@
-"""Profiles of one model on several example batches, cut into the same stages, with the same options inside them."""
+"""Profiles of one model on several example batches, cut into the same stages, with the same programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capacity.size_profiles import same_choices
+from planner.capacity.size_profiles import same_programs
 from planner.plans.profiling import profile
 from planner.runtime.applier import split_name
 from planner.training.input_signatures import ReadsSignatures, Signature
@@ -56,7 +56,7 @@ def profiles_of(
 ) -> dict[Signature, Profile]:
     """Profile each workload whose signature is new, the largest of each kind first.
 
-    What stages there are, and which options are worth measuring inside them, is found at the first profile of a kind,
+    What stages there are, and which programs are worth having of them, is found at the first profile of a kind,
     or taken from ``known`` ones; the others are cut and measured in the same way.
 
     Raises:
@@ -77,10 +77,8 @@ def profiles_of(
 
 def _profile_like(alike: Profile, workload: Workload, stages: Stages) -> Profile:
     names = list(dict.fromkeys(split_name(s.name)[0] for s in alike.stages if s.kind == "stage"))
-    same = same_choices(alike)
-    programs = None if same is None else same.programs
     like = "whole" if is_of_whole_model(alike.stages) else names or None
-    return profiling.profile(workload, stages=stages or like, propose=same, programs=programs)
+    return profiling.profile(workload, stages=stages or like, programs=same_programs(alike))
 
 
 def _elements(workload: Workload) -> int:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, storages_of
+from profiler.capture.random_ops import has_own_generator
 from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
@@ -180,6 +181,11 @@ def capture_call(
         raise CaptureError(_NOTHING_TRAINED)
     _leave_statistics_out(module_graph.graph)
     graph = JointGraph(module_graph, forward_outputs)
+    if any(map(has_own_generator, graph.ops)):
+        raise CaptureError(
+            "expected a call that draws from torch's own generator, got one that draws from another, which a program "
+            "would neither make nor seed anew"
+        )
     described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
 

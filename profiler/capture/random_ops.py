@@ -15,6 +15,15 @@ def draws(op: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
+def has_own_generator(op: fx.Node) -> bool:
+    """Whether an op is given a generator, which the code around it may make or seed anew in every call."""
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return False
+    arguments = op.target._schema.arguments
+    given = {**dict(zip((argument.name for argument in arguments), op.args, strict=False)), **op.kwargs}
+    return any("Generator" in str(each.type) and given.get(each.name) is not None for each in arguments)
+
+
 def random_state(device: torch.device) -> Tensor:
     """The state of a device's generator: 5,056 bytes on the CPU, 16 on CUDA, both in host memory."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,12 +40,14 @@ class CapturedKind:
         opaque: why they are; empty otherwise.
         unread: attributes in which the stages' modules differ, and which make no difference to what they compute.
         once: by stage, the program in which each op runs once.
+        orders: the orders of the graph's ops that are worth having; None until they are asked for.
     """
 
     graph: StepGraph | None = None
     opaque: str = ""
     unread: frozenset[str] = frozenset()
     once: dict[int, BoundProgram] = field(default_factory=dict)
+    orders: Sequence[StepRuns] | None = None
     _guards: dict[int, CallGuard] = field(default_factory=dict)
 
     def run(self, k: int, args: Any, kwargs: Any) -> Any:
@@ -56,12 +58,11 @@ class CapturedKind:
         return program(*args, **kwargs)
 
 
-class StageCaptures:
-    """Captures the stages of one kind after the other.
+class KindCapture:
+    """Captures the stages of one kind, one after the other.
 
     Args:
         stages: of the step.
-        first_runs: their calls, with what they were given.
         model: whose modules they are of.
         device: of the step.
         gradient_strides: of the gradients of what the stages return.
@@ -70,26 +71,42 @@ class StageCaptures:
     def __init__(
         self,
         stages: Sequence[ChosenStage],
-        first_runs: Sequence[FirstRun],
         model: nn.Module,
         device: torch.device,
         gradient_strides: Mapping[int, Sequence[tuple[int, ...]]],
     ) -> None:
-        self._stages, self._first_runs, self._model, self._device = stages, first_runs, model, device
+        self._stages, self._model, self._device = stages, model, device
         self._gradient_strides = {k: tuple(each) for k, each in gradient_strides.items()}
+        self._kind = CapturedKind()
+        self._programs: list[tuple[CallProgram, nn.Module, int]] = []
+        self._failure = ""
+        self._raised: Exception | None = None
 
-    def capture(self, members: Sequence[int]) -> CapturedKind:
-        """The stages at these positions, which are alike."""
-        kind, failure, raised = CapturedKind(), "", None
+    def add(self, k: int, first: FirstRun) -> None:
+        """Capture stage k, or find that a program of one before it gives its own bits; once one is opaque, all are.
+
+        Args:
+            k: position of the stage.
+            first: its call, with what it was given.
+        """
+        if self._failure:
+            return
         try:
-            failure = next(filter(None, map(self._obstacle, members)), "") or self._capture(kind, members)
+            self._failure = self._obstacle(k, first) or self._capture(k, first)
         except Exception as error:  # noqa: BLE001 - the stage's own code runs here, and torch's tracing.
-            failure, raised = f"capturing it fails: {type(error).__name__}: {_first_line(error)}", error
+            self._failure, self._raised = f"capturing it fails: {type(error).__name__}: {_first_line(error)}", error
             if isinstance(error, CaptureError):
-                failure = str(error)
+                self._failure = str(error)
             elif ran_out(error):
-                failure = "there is no memory to check a program of it against the stage"
-        opaque = first_failure(failure, raised)
+                self._failure = "there is no memory to check a program of it against the stage"
+
+    def refuse(self, why: str) -> None:
+        """The stages are opaque."""
+        self._failure = self._failure or why
+
+    def finished(self) -> CapturedKind:
+        """What is known of the stages, once all of them were added; the same on all ranks."""
+        kind, opaque = self._kind, first_failure(self._failure, self._raised)
         if not opaque:
             graph = agreed(kind.graph)
             other = _OTHER_GRAPH if _without_costs(graph) != _without_costs(kind.graph) else ""
@@ -97,7 +114,7 @@ class StageCaptures:
             kind.graph, kind.unread = graph, frozenset().union(*gathered(kind.unread))
         return kind if not opaque else CapturedKind(opaque=opaque)
 
-    def _obstacle(self, k: int) -> str:
+    def _obstacle(self, k: int, first: FirstRun) -> str:
         """What speaks against capturing a stage before it is tried; empty where nothing does."""
         call = self._stages[k].call
         if reason := why_not_recomputable(call):
@@ -107,62 +124,69 @@ class StageCaptures:
         for name, inner in call.module.named_modules():
             if name and any(getattr(inner, kind) for kind in HOOKS_OF_CALLS):
                 return f"{name!r} inside it has hooks, which a program would not run"
-        if self._first_runs[k].state.casts() and self._shares_parameters(call.module):
+        if first.state.casts() and self._shares_parameters(call.module):
             return (
                 "autocast casts its parameters once for it and for other calls that use them, and adds up in the cast"
             )
         if any(type(p) not in (nn.Parameter, torch.Tensor) for p in call.module.parameters()):
             return "its parameters are of a type of their own"
-        return "it has units of fully_shard inside" if self._first_runs[k].state.units.inside else ""
+        return "it has units of fully_shard inside" if first.state.units.inside else ""
 
     def _shares_parameters(self, module: nn.Module) -> bool:
         """Whether other calls use parameters of a module, or it is called several times."""
         if sum(stage.call.module is module for stage in self._stages) > 1:
             return True
-        mine, inside = {id(p) for p in module.parameters()}, set(module.modules())
-        others = (inner for inner in self._model.modules() if inner not in inside)
-        return any(id(p) in mine for inner in others for p in inner._parameters.values())
+        mine = {id(p) for p in module.parameters()}
+        return any(id(p) in mine for other in _modules_outside(self._model, module) for p in other._parameters.values())
 
-    def _capture(self, kind: CapturedKind, members: Sequence[int]) -> str:
-        programs: list[tuple[CallProgram, nn.Module, int]] = []
-        for k in members:
-            module, strides = self._stages[k].call.module, self._gradient_strides.get(k)
-            known = [each for each in programs if self._gradient_strides.get(each[2]) == strides]
-            shared = next((each for each in known if not self._difference(k, each[0])), None)
-            if shared is None:
-                call = self._captured(k)
-                program = CallProgram(call, order_of(call.graph))
-                if what := self._difference(k, program):
-                    return f"a program of its ops gives other bits than the stage: {what}"
-                graph = call.with_arguments(step_graph_of(call.graph))
-                if kind.graph is None:
-                    kind.graph = call.with_arguments(measured_graph(call.graph, self._device))
-                elif graph != _without_costs(kind.graph):
-                    return _OTHER_GRAPH
-                programs.append((program, module, k))
-            else:
-                program = shared[0]
-                kind.unread |= differing_attributes(shared[1], module) or frozenset()
-            kind.once[k] = program.bound(module)
-            kind.once[k].watches_gradients = True
+    def _capture(self, k: int, first: FirstRun) -> str:
+        kind, module, strides = self._kind, self._stages[k].call.module, self._gradient_strides.get(k)
+        known = [each for each in self._programs if self._gradient_strides.get(each[2]) == strides]
+        shared = next((each for each in known if not self._difference(k, first, each[0])), None)
+        if shared is None:
+            call = self._captured(k, first)
+            program = CallProgram(call, order_of(call.graph))
+            if what := self._difference(k, first, program):
+                return f"a program of its ops gives other bits than the stage: {what}"
+            graph = call.with_arguments(step_graph_of(call.graph))
+            if kind.graph is None:
+                kind.graph = call.with_arguments(measured_graph(call.graph, self._device))
+            elif graph != _without_costs(kind.graph):
+                return _OTHER_GRAPH
+            self._programs.append((program, module, k))
+        else:
+            program = shared[0]
+            kind.unread |= differing_attributes(shared[1], module) or frozenset()
+        kind.once[k] = program.bound(module)
+        kind.once[k].watches_gradients = True
         return ""
 
-    def _captured(self, k: int) -> CapturedCall:
-        first = self._first_runs[k]
+    def _captured(self, k: int, first: FirstRun) -> CapturedCall:
         args, kwargs = in_new_containers(first.arguments)
         with first.state.reinstated():
             module, strides = self._stages[k].call.module, self._gradient_strides.get(k, ())
             return captured(self._model, module, first.call, args, kwargs, GradientLayouts(strides)).call
 
-    def _difference(self, k: int, program: CallProgram) -> str:
+    def _difference(self, k: int, first: FirstRun, program: CallProgram) -> str:
         """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice."""
-        first, module = self._first_runs[k], self._stages[k].call.module
+        module = self._stages[k].call.module
         args, kwargs = in_new_containers(first.arguments)
         with first.state.reinstated():
             what = difference(program.bound(module), module, first.call, args, kwargs)
             if what and self._device.type != "cpu" and what == difference(first.call, module, first.call, args, kwargs):
                 return ""
         return what
+
+
+def _modules_outside(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that are there without this one, though some may be inside it as well."""
+    waiting, seen = [model], {module}
+    while waiting:
+        other = waiting.pop()
+        if other not in seen:
+            seen.add(other)
+            waiting += other.children()
+            yield other
 
 
 def _without_costs(graph: StepGraph | None) -> StepGraph | None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from profiler.measurement.assembly import Measured
-from profiler.measurement.captured_stages import ProposeRuns
+from profiler.measurement.captured_stages import KindCapture, ProposeRuns
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.measurement.measuring import Measuring, ProgressReporter
 from profiler.measurement.meter import MarkedPhases, Meter, NoMeter, PhasesOfMark, time_meter
-from profiler.measurement.option_steps import OptionSteps
+from profiler.measurement.option_groups import OptionGroup
+from profiler.measurement.program_steps import ProgramSteps
 from profiler.measurement.stage_marks import PlainStep
-from profiler.measurement.stage_options import OptionGroup, ProposeChoices
-from profiler.measurement.stage_probe import StageProbe
+from profiler.measurement.stage_probe import FirstRun, StageProbe
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, ResidentBytes
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.alike_stages import alike
 from profiler.trace.partition import ChosenStage, Stages, choose_stages
-from profiler.trace.stage_names import StateChoices
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import StepRecorder, named_modules, trace_forward
 from profiler.workload.snapshot import RandomState
@@ -63,15 +63,9 @@ class FrugalMeasuring(Measuring):
         self._reruns: list[RerunTimes] = []
         self._nodes_keep = False
 
-    def measure(
-        self,
-        patterns: Stages,
-        propose: ProposeChoices,
-        state: StateChoices | None,
-        programs: ProposeRuns | None = None,
-    ) -> Measured:
-        """As of a step that keeps everything; no stage is captured."""
-        measured = super().measure(patterns, propose, state)
+    def measure(self, patterns: Stages, programs: ProposeRuns | None = None, *, every_stage: bool = False) -> Measured:
+        """As of a step that keeps everything."""
+        measured = super().measure(patterns, programs, every_stage=every_stage)
         if not self._nodes_keep:
             return measured
         return replace(measured, unsteady=(*measured.unsteady, _KEPT_BY_NODES))
@@ -135,37 +129,53 @@ class FrugalMeasuring(Measuring):
         groups: Sequence[OptionGroup],
         known: Sequence[RerunTimes] | None,
     ) -> tuple[MarkedPhases, list[RerunTimes]]:
+        assert isinstance(probe, FrugalProbe)
         self._begin("time, nothing kept")
-        return probe.dropping_forward(time_meter(self._device), hold_all=False).phases, self._reruns
+        timed = probe.dropping_forward(time_meter(self._device), hold_all=False)
+        if known is None:
+            captures = self._begin_captures(stages, self._reruns)
+            self._begin("capture")
+            probe.dropping_forward(
+                NoMeter(), hold_all=False, on_stage=lambda k, first: _capture(probe, captures, k, first)
+            )
+            self._finish_captures(groups, captures)
+        return timed.phases, self._reruns
 
     def _measure_menus(
         self,
         probe: StageProbe,
         groups: Sequence[OptionGroup],
         memory: PhasesOfMark,
-        propose: ProposeChoices,
         programs: ProposeRuns | None,
         timed: Sequence[MarkedPhases],
     ) -> list[MenuRecord]:
         assert isinstance(probe, FrugalProbe)
-        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
+        steps = ProgramSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
         one_each = [replace(group, members=group.members[-1:]) for group in groups]
-        menus: list[MenuRecord] = []
-        for together in self._batches(probe, one_each):
-            steps.check(together, propose)
-            menus += steps.measure(together, programs)
-        for group, measured in zip(groups, one_each, strict=True):
-            group.ops, group.choices = measured.ops, measured.choices
-        return menus
+        return [menu for together in self._batches(probe, one_each) for menu in steps.measure(together, programs)]
 
     def _batches(self, probe: FrugalProbe, groups: Sequence[OptionGroup]) -> list[list[OptionGroup]]:
         """Groups that may be measured in the same steps, in order."""
         batches: list[list[OptionGroup]] = []
         for group in groups:
             if batches:
-                members = [each.members[0] for each in (*batches[-1], group) if each.choices]
+                members = [each.members[0] for each in (*batches[-1], group) if each.is_captured]
                 if probe.needed_bytes(members) <= probe.limit_bytes:
                     batches[-1].append(group)
                     continue
             batches.append([group])
         return batches
+
+
+def _capture(probe: FrugalProbe, captures: Mapping[int, KindCapture], k: int, first: FirstRun) -> None:
+    """Capture a stage that has just run, where there is room to check a program of it."""
+    capture = captures.get(k)
+    if capture is None:
+        return
+    # What the call returns and the gradients of what goes into it, of both the stage and the program.
+    module = probe.stages[k].call.module
+    compared_bytes = 2 * sum(t.nbytes for t in (*tensors_in((first.output, first.arguments)), *module.parameters()))
+    needed_bytes = probe.needed_bytes([k]) + compared_bytes
+    if needed_bytes > probe.limit_bytes:
+        capture.refuse(f"to check a program of it takes {needed_bytes:,} bytes, and the limit is {probe.limit_bytes:,}")
+    capture.add(k, first)

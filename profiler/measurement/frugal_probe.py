@@ -22,13 +22,13 @@ from profiler.measurement.frugal_steps import FrugalDroppingForward, FrugalSavin
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place
 from profiler.measurement.shortage import MIB, op_meter, remedies
 from profiler.measurement.stage_marks import AnyStep, StageTensor
-from profiler.measurement.stage_probe import DroppingForward, FirstRun, SelectiveStep, StageProbe
+from profiler.measurement.stage_probe import DroppingForward, FirstRun, ReplacingStep, StageProbe
 from profiler.measurement.stage_reruns import RerunsAtOnce, RerunTimes
-from profiler.recomputation.selection import Selection
 from profiler.records import Phase
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.forward_patches import Forward
 from profiler.workload.steps import ProfileError, resident_bytes_of
 from profiler.workload.workload import OnPhase, Workload
 
@@ -259,17 +259,9 @@ class FrugalProbe(StageProbe):
         """One whole step, every stage dropped."""
         return self._counted(self.dropping_step(meter)).phases
 
-    def selective_step(
-        self,
-        meter: Meter,
-        selections: Mapping[int, Selection],
-        *,
-        measured: Collection[int] = (),
-        check: bool = False,
-        marks_ops: bool = False,
-    ) -> SelectiveStep:
-        kept, how = self._kept_around({*selections, *measured}), {"check": check, "marks_ops": marks_ops}
-        return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, selections, **how), meter)
+    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> ReplacingStep:
+        kept = self._kept_around(instead)
+        return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, instead), meter)
 
     def _kept_around(self, stages: Collection[int]) -> Kept:
         """These stages, and the boundaries of their window."""

@@ -11,9 +11,8 @@ from torch import nn
 
 from profiler.measurement.meter import Meter, Place
 from profiler.measurement.stage_marks import MarkedStep
-from profiler.measurement.stage_probe import DroppingForward, SavingStep, SelectiveStep, StageProbe, storages_of
+from profiler.measurement.stage_probe import DroppingForward, ReplacingStep, SavingStep, StageProbe, storages_of
 from profiler.recomputation.dropped_call import DroppedCall
-from profiler.recomputation.selection import Selection
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -117,35 +116,26 @@ class Kept(NamedTuple):
     boundaries: frozenset[int]
 
 
-class FrugalStep(DropsEvaluations, SelectiveStep):
+class FrugalStep(DropsEvaluations, ReplacingStep):
     """A step in which most stages are dropped, and run again in backward.
 
     Args:
         probe, meter: as for ``MarkedStep``.
         shared: of its stages.
-        kept: what is not dropped; also stages that are no part of ``selections``.
-        selections: by the stage's number, as for ``SelectiveStep``.
-        check, marks_ops: as for ``SelectiveStep``.
+        kept: what is not dropped; also stages that are no part of ``instead``.
+        instead: as for ``ReplacingStep``.
     """
 
     def __init__(
-        self,
-        probe: StageProbe,
-        meter: Meter,
-        shared: SharedStorages,
-        kept: Kept,
-        selections: Mapping[int, Selection],
-        *,
-        check: bool = False,
-        marks_ops: bool = False,
+        self, probe: StageProbe, meter: Meter, shared: SharedStorages, kept: Kept, instead: Mapping[int, Forward]
     ) -> None:
-        super().__init__(probe, meter, selections, check=check, marks_ops=marks_ops)
+        super().__init__(probe, meter, instead)
         self._shared, self._kept = shared, kept
         self._last: weakref.ref[DroppedCall] | None = None  # of the last stage that was dropped
         self._last_position = -1
 
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if position in self._kept.stages or position in self._selections:
+        if position in self._kept.stages or position in self._instead:
             return super().run_stage(position, forward, args, kwargs)
         call, shared, boundaries = self._stages[position].call, self._shared, self._kept.boundaries
         before = self._last() if self._last is not None and self._last_position == position - 1 else None

@@ -1,9 +1,9 @@
-"""The runs of one profile: the traced step, those under the memory meter, the timed ones, and the options'."""
+"""The runs of one profile: the traced step, those under the memory meter, the timed ones, and those of programs."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from profiler.agreement import agreed, any_rank, gathered, largest
 from profiler.measurement.assembly import Measured
-from profiler.measurement.captured_stages import ProposeRuns, StageCaptures
+from profiler.measurement.captured_stages import KindCapture, ProposeRuns
 from profiler.measurement.meter import (
     Mark,
     MarkedPhases,
@@ -23,19 +23,11 @@ from profiler.measurement.meter import (
     time_meter,
     typical_seconds,
 )
-from profiler.measurement.option_steps import OptionSteps
+from profiler.measurement.option_groups import OptionGroup, families_worth_capturing, grouped, steps_for
+from profiler.measurement.program_steps import ProgramSteps
 from profiler.measurement.stage_marks import PlainStep
-from profiler.measurement.stage_options import (
-    OptionGroup,
-    ProposeChoices,
-    capture_groups,
-    grouped,
-    steps_for,
-    take_stated,
-    take_turns,
-)
 from profiler.measurement.stage_probe import StageProbe
-from profiler.measurement.stage_reruns import HELD, STORES, RerunTimes, kept_by_hooks, rerun_stages
+from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
 from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
@@ -43,7 +35,7 @@ from profiler.trace.alike_stages import alike
 from profiler.trace.compiled_trace import trace_compiled
 from profiler.trace.left_out import left_out_of
 from profiler.trace.partition import ChosenStage, Stages, StagesError, choose_stages, stages_of
-from profiler.trace.stage_names import StateChoices, names_unseen
+from profiler.trace.stage_names import names_unseen
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
@@ -101,16 +93,17 @@ class Measuring:
         self._randomness = randomness
         self._report = report
         self._late_phases: list[Phase] = []
+        self._wanted: dict[int, list[int]] = {}  # by family, the stages to capture
         self._gradient_strides: dict[int, list[tuple[int, ...]]] = {}
 
-    def measure(
-        self,
-        patterns: Stages,
-        propose: ProposeChoices,
-        state: StateChoices | None,
-        programs: ProposeRuns | None = None,
-    ) -> Measured:
-        """Everything that a profile is made of."""
+    def measure(self, patterns: Stages, programs: ProposeRuns | None = None, *, every_stage: bool = False) -> Measured:
+        """Everything that a profile is made of.
+
+        Args:
+            patterns: as ``stages`` of ``profile``.
+            programs: names the orders worth having of a captured stage's ops; None to capture nothing.
+            every_stage: capture those, too, that save little.
+        """
         uncompiled_trace, uncompiled_stages = trace, stages = self._trace(patterns)
         left_out = left_out_of(trace, stages) if patterns is None else ()
         if self._compiled:
@@ -122,15 +115,13 @@ class Measuring:
             self._gradient_strides = saving.gradient_strides
             memory = by_mark(saving.phases)
             # They depend on seconds and bytes, and say which steps are to come.
-            groups = agreed(grouped(uncompiled_trace, uncompiled_stages, alike(uncompiled_stages), memory, propose))
+            groups = agreed(grouped(uncompiled_trace, uncompiled_stages, self._kinds(uncompiled_stages), memory))
+            self._wanted = {} if programs is None else families_worth_capturing(groups, every=every_stage)
             self._begin("memory, nothing kept")
             dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
-            steps, dropped_seconds, reruns = self._time_in_turns(probe, stages, groups if programs is not None else ())
-            if state is not None:
-                take_stated(groups, uncompiled_trace, uncompiled_stages, state)
-            take_turns(groups, stages, [k for k, rerun in enumerate(reruns) if rerun.failure == STORES])
+            steps, dropped_seconds, reruns = self._time_in_turns(probe, stages, groups)
             self._report.runs += steps_for(groups)
-            menus = self._measure_menus(probe, groups, memory, propose, programs, steps)
+            menus = self._measure_menus(probe, groups, memory, programs, steps)
             if late := self._late_update(probe):
                 memory[Mark("optimizer")] = [*memory[Mark("optimizer")], *late]
             varied = list(dict.fromkeys([*saving.varied, *dropping.varied]))
@@ -155,7 +146,7 @@ class Measuring:
             unseen=names_unseen(self._workload.model, uncompiled_trace, uncompiled_stages),
             reruns=[replace(rerun, failure=HELD) if k in kept_twice else rerun for k, rerun in enumerate(reruns)],
             menus=[
-                replace(menu, options=(), reason=HELD) if kept_twice.intersection(group.members) else menu
+                replace(menu, options=(), graph=None, opaque=HELD) if kept_twice.intersection(group.members) else menu
                 for menu, group in zip(menus, groups, strict=True)
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
@@ -163,6 +154,12 @@ class Measuring:
             batch_sized=what_follows_the_batch(self._workload, uncompiled_trace, uncompiled_stages),
             left_out=left_out,
         )
+
+    def _kinds(self, stages: Sequence[ChosenStage]) -> list[int]:
+        """A number for each stage; equal where structure, shapes and the layouts of gradients are equal."""
+        numbers: dict[object, int] = {}
+        strides = [tuple(self._gradient_strides.get(k, ())) for k in range(len(stages))]
+        return [numbers.setdefault(kind, len(numbers)) for kind in zip(alike(stages), strides, strict=True)]
 
     def _probe(self, trace: Trace, stages: Sequence[ChosenStage]) -> StageProbe:
         return StageProbe(self._workload, stages)
@@ -177,7 +174,7 @@ class Measuring:
         """The optimizers' part of a step late in training: some do more from a certain number of steps on."""
         if not any(map(counts_steps, with_inner(self._workload.optimizers))):
             return []
-        if self._late_phases:  # An option was measured in such a step.
+        if self._late_phases:  # Programs were measured in such a step.
             return self._late_phases
         with self._late_in_training():
             step = self._step("memory, late in training", lambda: probe.step(self._memory_meter()))
@@ -283,25 +280,36 @@ class Measuring:
             )
         kinds = alike(stages)
         reruns = rerun_stages(timed.first_runs, kinds, self._device, compiled=self._compiled, known=known)
-        if known is None and groups and not self._compiled:
-            failed = {k for k, rerun in enumerate(reruns) if rerun.failure}
-            captured = [group for group in groups if failed.isdisjoint(group.members)]
-            model = inner_model(self._workload.model)
-            captures = StageCaptures(stages, timed.first_runs, model, self._device, self._gradient_strides)
-            capture_groups(captured, captures)
+        if known is None and not self._compiled:
+            captures = self._begin_captures(stages, reruns)
+            for k, capture in captures.items():
+                capture.add(k, timed.first_runs[k])
+            self._finish_captures(groups, captures)
         return timed.phases, reruns
+
+    def _begin_captures(self, stages: Sequence[ChosenStage], reruns: Sequence[RerunTimes]) -> dict[int, KindCapture]:
+        """What captures each stage that is to be captured; one for the stages of a family."""
+        captures: dict[int, KindCapture] = {}
+        for members in self._wanted.values():
+            if not any(reruns[k].failure for k in members):
+                model = inner_model(self._workload.model)
+                captures |= dict.fromkeys(members, KindCapture(stages, model, self._device, self._gradient_strides))
+        return dict(sorted(captures.items()))
+
+    def _finish_captures(self, groups: Sequence[OptionGroup], captures: Mapping[int, KindCapture]) -> None:
+        kinds = {family: captures[of[0]].finished() for family, of in self._wanted.items() if of[0] in captures}
+        for group in groups:
+            group.captured = kinds.get(group.family)
 
     def _measure_menus(
         self,
         probe: StageProbe,
         groups: Sequence[OptionGroup],
         memory: PhasesOfMark,
-        propose: ProposeChoices,
         programs: ProposeRuns | None,
         timed: Sequence[MarkedPhases],
     ) -> list[MenuRecord]:
-        steps = OptionSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
-        steps.check(groups, propose)
+        steps = ProgramSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
         menus = steps.measure(groups, programs, self._late_in_training)
         self._late_phases = [] if any_rank(not self._workload.stepped) else steps.late_phases
         return menus

@@ -25,13 +25,10 @@ from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import Measuring, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
-from profiler.measurement.stage_options import ProposeChoices
 from profiler.measurement.step_measurement import allocator_bytes_of
-from profiler.op_graph import ChoiceError
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import Stages, StagesError
-from profiler.trace.stage_names import StateChoices
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
@@ -56,9 +53,8 @@ def profile(
     workload: Workload,
     *,
     stages: Stages = None,
-    propose: ProposeChoices | None = None,
-    state: StateChoices | None = None,
     programs: ProposeRuns | None = None,
+    every_stage: bool = False,
     progress: Progress | None = None,
     limit_bytes: int | None = None,
 ) -> Profile:
@@ -73,9 +69,8 @@ def profile(
         workload: the training step; its model in training mode.
         stages: None to find stages automatically; otherwise module names,
             glob patterns or module classes.
-        propose: names the choices inside a stage that are worth measuring; None for none.
-        state: names those that a person asks for; they are measured and never left out.
         programs: names the orders worth having of a captured stage's ops, each op once first; None to capture nothing.
+        every_stage: capture those, too, that save little.
         progress: called as ``progress(what, done, total)`` before each run.
         limit_bytes: no step takes more than that: a few stages are kept at a time, and the others run again. Without
             one, profiling does so by itself where a plain step runs out of memory.
@@ -86,10 +81,9 @@ def profile(
     Raises:
         ProfileError: the step fails, does not fit in any way, or the model is in eval mode or planned.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
-        ChoiceError: what ``state`` asks for cannot be.
     """
     check_profilable(workload)
-    request = _Request(stages, propose or (lambda ops: ()), state, programs)
+    request = _Request(stages, programs, every_stage)
     if limit_bytes is not None and is_compiled(workload.model):
         raise ProfileError(
             "profile: expected a model that is not compiled where there is a limit, got a compiled one; profile it "
@@ -138,9 +132,8 @@ class _Request(NamedTuple):
     """What is to be measured; as for ``profile``."""
 
     stages: Stages
-    propose: ProposeChoices
-    state: StateChoices | None
     programs: ProposeRuns | None
+    every_stage: bool
 
 
 def _profiled(workload: Workload, request: _Request, report: ProgressReporter, limit_bytes: int | None) -> Profile:
@@ -160,8 +153,8 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             common = workload, resident, state_of_modules, largest.randomness, report
             measuring = Measuring(*common) if limit_bytes is None else FrugalMeasuring(*common, limit_bytes)
             with largest.drawn():
-                measured = measuring.measure(request.stages, request.propose, request.state, request.programs)
-        except (StagesError, ChoiceError):
+                measured = measuring.measure(request.stages, request.programs, every_stage=request.every_stage)
+        except StagesError:
             raise
         except Exception as error:
             if ran_out(error):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place, WarmUp, metered_step
-from profiler.recomputation.selection import Selection
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
@@ -20,20 +19,6 @@ leave_uncompiled(__name__)
 
 StageCall = tuple[nn.Module, int]  # a module, and how many calls of it come before
 StageTensor = tuple[int, int]  # a stage, and which of the tensors that go into it, or come out of it
-
-
-class OpRun(NamedTuple):
-    """An op of a stage that was timed by itself: run again, or its result packed as bits in forward, or unpacked."""
-
-    ordinal: int
-    how: Literal["runs", "packs", "unpacks"]
-
-    @classmethod
-    def of(cls, selection: Selection, op: int, to_pack: set[int]) -> OpRun:
-        """What an op of a selection does; ``to_pack``: those that are still to be packed."""
-        packs = op in to_pack
-        to_pack.discard(op)
-        return cls(selection.ordinals[op], "packs" if packs else "unpacks" if op in selection.packed else "runs")
 
 
 AnyStep = TypeVar("AnyStep", bound="MarkedStep")

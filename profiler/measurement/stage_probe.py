@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
-from profiler.measurement.stage_marks import AnyStep, MarkedStep, OpRun, StageTensor, StepProbe
+from profiler.measurement.meter import Mark, MarkedPhases, Meter
+from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
-from profiler.recomputation.op_tape import Watch
-from profiler.recomputation.recompute_checks import CheckedCall
 from profiler.recomputation.saved_signatures import SavedSignature, signature_of
 from profiler.recomputation.saved_tensors import is_there_anyway
-from profiler.recomputation.selection import Selection
-from profiler.recomputation.selective_call import SelectiveCall
 from profiler.tensors.storages import has_storage, storage_key, storage_of
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
@@ -71,24 +67,14 @@ class StageProbe(StepProbe):
         self.nodes_of_steps.add(step.nodes)
         return step
 
-    def selective_step(
-        self,
-        meter: Meter,
-        selections: Mapping[int, Selection | Forward],
-        *,
-        measured: Collection[int] = (),
-        check: bool = False,
-        marks_ops: bool = False,
-    ) -> SelectiveStep:
-        """One step in which stages keep only a choice of what they save.
+    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> ReplacingStep:
+        """One step in which something else runs in the place of stages' own forwards.
 
         Args:
             meter: of seconds or memory.
-            selections: by stage; or what runs instead of the stage's own forward.
-            measured: stages that matter, those that keep everything among them.
-            check, marks_ops: as for ``SelectiveStep``.
+            instead: what runs, by the stage's number.
         """
-        return self.ran(lambda each: SelectiveStep(self, each, selections, check=check, marks_ops=marks_ops), meter)
+        return self.ran(lambda each: ReplacingStep(self, each, instead), meter)
 
     def dropping_forward(
         self, meter: Meter, *, hold_all: bool, on_stage: Callable[[int, FirstRun], None] | None = None
@@ -219,78 +205,20 @@ def storages_of(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]
     }
 
 
-class SelectiveStep(MarkedStep):
-    """A step in which stages keep only a choice of what they save.
+class ReplacingStep(MarkedStep):
+    """A step in which something else runs in the place of stages' own forwards.
 
     Args:
         probe, meter: as for ``MarkedStep``.
-        selections: by the stage's number; or what runs instead of its own forward.
-        check: hold what stages make again against what they made first.
-        marks_ops: mark each op that runs again; for meters of seconds.
-
-    Attributes:
-        diverged_stages: those that ran other ops than their selection expects.
-        reran: by stage, the ops that ran again, one for each of its marks ``again``.
-        wrong_ops: of stages that were checked, ordinals of the ops that did not give the same again.
+        instead: what runs, by the stage's number.
     """
 
-    def __init__(
-        self,
-        probe: StageProbe,
-        meter: Meter,
-        selections: Mapping[int, Selection | Forward],
-        *,
-        check: bool,
-        marks_ops: bool = False,
-    ) -> None:
+    def __init__(self, probe: StageProbe, meter: Meter, instead: Mapping[int, Forward]) -> None:
         super().__init__(probe, meter)
-        self.diverged_stages: set[int] = set()
-        self.reran: dict[int, list[OpRun]] = {}
-        self._marks_ops = marks_ops
-        self.wrong_ops: dict[int, set[int]] = {}
-        self._stages = probe.stages
-        self._selections = selections
-        self._check = check
-        self._checked: dict[int, CheckedCall] = {}
-
-    def run(self) -> None:
-        """Run the step."""
-        super().run()
-        self.wrong_ops = {position: call.wrong for position, call in self._checked.items() if call.wrong}
-        self._checked.clear()
+        self._stages, self._instead = probe.stages, instead
 
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if position not in self._selections:
-            return forward(*args, **kwargs)
-        module, selection = self._stages[position].call.module, self._selections[position]
-        if not isinstance(selection, Selection):
-            return selection(*args, **kwargs)
-        call = CheckedCall(module, selection) if self._check else SelectiveCall(module, selection)
-        if isinstance(call, CheckedCall):
-            self._checked[position] = call
-        if self._marks_ops:
-            call.watch_reruns(self._marking(position, selection))
-        output = call.run(forward, args, kwargs)
-        if call.diverged is not None:
-            self.diverged_stages.add(position)
-        return output
-
-    def _marking(self, position: int, selection: Selection) -> Watch:
-        """What marks the ops of a stage that run again, and afterwards what ran before."""
-        before, packed = self._now, set(selection.packed)
-
-        def mark(op: int | None) -> None:
-            nonlocal before
-            if op is None:
-                self.mark(before)
-                return
-            again = Mark("again", Place("stage", position))
-            if self._now != again:
-                before = self._now
-            self.reran.setdefault(position, []).append(OpRun.of(selection, op, packed))
-            self.mark(again)
-
-        return mark
+        return self._instead.get(position, forward)(*args, **kwargs)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -10,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.agreement import any_rank, first_failure, gathered
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
-from profiler.recomputation.recompute_checks import EscapedTensors
 from profiler.recomputation.saved_signatures import SignatureCheck
+from profiler.recomputation.saved_tensors import PLAIN_TENSORS, change_counter, version_of
+from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.storages import has_storage, storage_of
 from profiler.tensors.tensor_parts import parts_of, sizes_of
 from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.partition import ChosenStage
@@ -114,7 +118,7 @@ class RerunsAtOnce:
         self._kinds, self._device = kinds, device
         self._first_of: dict[int, RerunTimes] = {}
         self._reruns: dict[int, RerunTimes] = {}
-        self._inputs: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        self._inputs: dict[int, list[tuple[Tensor, int]]] = {}  # what counts their changes
 
     def run(self, position: int, first: FirstRun) -> None:
         """Run a stage again, unless one like it has been."""
@@ -123,7 +127,8 @@ class RerunsAtOnce:
             known = _rerun(first, self._device, compiled=False)
             self._first_of.setdefault(self._kinds[position], known)
         self._reruns[position] = known
-        self._inputs[position] = [(weakref.ref(t), t._version) for t in tensors_in(first.arguments)]
+        plain = [t for t in tensors_in(first.arguments) if type(t) in PLAIN_TENSORS and has_storage(t)]
+        self._inputs[position] = [(change_counter(t), version_of(t)) for t in plain if not t.is_inference()]
 
     def finished(self) -> list[RerunTimes]:
         """Of each stage, once the forward is over."""
@@ -134,8 +139,7 @@ class RerunsAtOnce:
         ]
 
     def _changed(self, position: int) -> bool:
-        inputs = self._inputs[position]
-        return any((tensor := reference()) is not None and tensor._version != version for reference, version in inputs)
+        return any(version_of(counter) != version for counter, version in self._inputs[position])
 
 
 def _rerun(first: FirstRun, device: torch.device, *, compiled: bool) -> RerunTimes:
@@ -159,7 +163,7 @@ def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) 
             return output
 
         saved, output = rerun_keeping(call, first.state, args, kwargs)
-    if compiled:  # Under a dispatch mode it ran uncompiled.
+    if compiled or first.state.casts():  # Under a dispatch mode it ran uncompiled, and kernels cast nothing themselves.
         args, kwargs = in_new_containers(first.arguments)
         saved, output = rerun_keeping(first.call, first.state, args, kwargs)
     difference = _difference(first, saved, output, device)
@@ -203,3 +207,39 @@ def _now(device: torch.device) -> float:
 
 def _parts_in(tree: Any) -> list[Tensor]:
     return [part for tensor in tensors_in(tree) for part in parts_of(tensor)]
+
+
+class EscapedTensors(TorchDispatchMode):
+    """Tells, once all results are let go, whether a storage that ops inside have made is still held by anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: list[weakref.ref[Any]] = []
+        self._stored = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any_distributed(types):
+            return NotImplemented
+        known = {id(storage_of(t)) for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(output):
+            if tensor.layout is torch.strided and id(storage := storage_of(tensor)) not in known:
+                self._storages.append(weakref.ref(storage))
+        return output
+
+    def note_stored(self, tensors: Iterable[Tensor]) -> None:
+        """These are stored now, by somebody who will have let go of them when ``any_left`` is asked."""
+        made = {id(storage) for reference in self._storages if (storage := reference()) is not None}
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
+        self._stored = self._stored or any(id(storage_of(tensor)) in made for tensor in strided)
+
+    def any_left(self) -> bool:
+        """Whether a storage made inside is still alive, or was stored, cyclic garbage aside."""
+        if self._stored:
+            return True
+        if not any(reference() is not None for reference in self._storages):
+            return False
+        gc.collect()
+        return any(reference() is not None for reference in self._storages)

@@ -18,20 +18,6 @@ def states_on(device: torch.device) -> list[RecordedState]:
     return [(on, _state_on(on)) for on in devices]
 
 
-def random_state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedState:
-    """The device that an op may draw on, and its generator's state."""
-    device = _device(args, kwargs)
-    return device, _state_on(device)
-
-
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    if kwargs.get("device") is not None:
-        device = torch.device(kwargs["device"])
-        return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-
-
 def _state_on(device: torch.device) -> Any:
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
@@ -54,19 +40,8 @@ def _set_state(device: torch.device, state: Tensor) -> None:
 
 
 @contextmanager
-def drawing_from(recorded: RecordedState | None) -> Iterator[None]:
-    """Inside, random numbers come as they did when the state was recorded; on leaving, the generator is as before.
-
-    Args:
-        recorded: of ``random_state_of``; None for what draws none.
-    """
-    with drawing_from_all([] if recorded is None else [recorded]):
-        yield
-
-
-@contextmanager
 def drawing_from_all(recorded: Sequence[RecordedState]) -> Iterator[None]:
-    """The same for several generators."""
+    """Inside, random numbers come as they did when states were recorded; on leaving, the generators are as before."""
     now = [(device, _read(device, _state_on(device))) for device, _ in recorded]
     try:
         for device, state in recorded:

@@ -1,4 +1,4 @@
-"""What stands for a tensor until it is needed: in the autograd graph, or in the recorded arguments of an op."""
+"""What stands in the autograd graph for a tensor until it is needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -54,10 +54,6 @@ class SavedTensor:
             self._holder = holder_of(self._tensor)
             del self._tensor
 
-    def settle(self) -> None:
-        """The run that made this is over, and has put back what it changed in place: versions count from now on."""
-        self._version = version_of(self._tensor)
-
     @property
     def held(self) -> Tensor | None:
         """The tensor; None where another stand-in holds it."""
@@ -104,63 +100,6 @@ class SavedParameter(SavedTensor):
                 "whose .data was replaced since; replace it after the last backward of the step"
             )
         return parameter
-
-
-class RecordedInput(SavedTensor):
-    """Stands in an op's recorded arguments for a tensor that is not made again.
-
-    Attributes:
-        values: some of the tensor's, which are compared; empty for none.
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self.values = some_values_of(tensor)
-
-    def settle(self) -> None:
-        """The same, where values tell that it holds what it held."""
-        if self.values and some_values_of(self._tensor) == self.values:
-            super().settle()
-
-    def tensor(self) -> Tensor:
-        """The tensor; raises RerunError where it was changed in place, also where torch does not count it."""
-        tensor = super().tensor()
-        if self.values and self._holder is None and some_values_of(tensor) != self.values:
-            raise self._changed()
-        return tensor
-
-    def _changed(self) -> RuntimeError:
-        return RerunError(
-            "expected a tensor that a recomputed op reads to be as it was in forward, got one that was changed in "
-            'place since; change it after backward, or a copy of it, or keep the stage: a rule with action = "keep"'
-        )
-
-
-def recorded_inputs_in(value: Any) -> Iterator[RecordedInput]:
-    """Those among an op's recorded arguments."""
-    if isinstance(value, RecordedInput):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from recorded_inputs_in(item)
-    elif isinstance(value, dict):
-        yield from recorded_inputs_in(list(value.values()))
-
-
-class ShapeOnly:
-    """Stands in an op's recorded arguments for a tensor of which only shape and kind matter."""
-
-    __slots__ = ("_dtype", "_size", "_stride", "device")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._dtype, self.device = tensor.dtype, tensor.device
-
-    def tensor(self) -> Tensor:
-        """One without contents, on no device."""
-        return torch.empty_strided(self._size, self._stride, dtype=self._dtype, device="meta")
 
 
 # How many values of a tensor are compared, spread evenly; on the CPU only, where reading them waits for nothing.
@@ -229,26 +168,12 @@ def without_graph(tensor: Tensor) -> Tensor:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_VIEWS, without)
 
 
-class below_autograd:  # as torch.no_grad; a generator would take several microseconds
-    """Ops inside run as the forward's kernels did: without autograd, autocast or gradients."""
-
-    __slots__ = ("_grad_enabled", "_guards")
-
-    def __enter__(self) -> None:
-        self._grad_enabled = torch.is_grad_enabled()
-        self._guards = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast()
-        try:
-            for guard in self._guards:
-                guard.__enter__()
-            torch._C._set_grad_enabled(False)
-        except BaseException:  # An interrupt between two lines: nobody would leave what it has entered.
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        torch._C._set_grad_enabled(self._grad_enabled)
-        for guard in reversed(self._guards):
-            guard.__exit__(None, None, None)
+def change_counter(tensor: Tensor) -> Tensor:
+    """What counts changes in place along with a plain tensor and all views of it, and lies in no memory."""
+    with torch._C._DisableTorchDispatch():
+        counter = without_graph(tensor)
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 # Size, stride, offset, dtype, and whether it is read as its conjugate, or as its negative.
@@ -259,31 +184,6 @@ def geometry_of(tensor: Tensor) -> Geometry:
     """How a strided tensor lies in its storage."""
     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
     return size, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def lies_so(tensor: Tensor, geometry: Geometry) -> bool:
-    """Whether a strided tensor has this geometry."""
-    size, stride, offset, dtype, conjugate, negative = geometry
-    return (
-        tensor.size() == size
-        and tensor.stride() == stride
-        and tensor.storage_offset() == offset
-        and tensor.dtype is dtype
-        and tensor.is_conj() is conjugate
-        and tensor.is_neg() is negative
-    )
-
-
-def view_of(root: Tensor, geometry: Geometry) -> Tensor:
-    """The tensor that lies so in the storage of ``root``."""
-    size, stride, offset, dtype, conjugate, negative = geometry
-    if root.dtype != dtype:
-        return tensor_over(root.untyped_storage(), geometry)
-    if root.size() == size and root.stride() == stride and root.storage_offset() == offset:
-        plain = root.detach()
-    else:
-        plain = root.as_strided(size, stride, offset)
-    return _read_as(plain, conjugate, negative)
 
 
 def tensor_over(storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:

@@ -37,9 +37,6 @@ class _Reader:
         self._local: dict[int, int] = {}
         self._storages: list[StageStorage] = []
         self._base: dict[int, int] = {}
-        # Version of what comes from outside as the step's forward leaves it.
-        self._final: dict[int, int] = {}
-        self._renewed = {storage for op in trace.ops for storage in op.access.renews}
         call = stage.call
         self._saved: dict[int | None, set[str]] = {}
         inside = [(trace.calls[k], name) for k, name in calls_inside(trace, call).items()]
@@ -58,7 +55,7 @@ class _Reader:
             self._outside(storage, 0)  # Saved without an op of the stage having touched it.
         saves = [save.storage for save in self._trace.saves[call.first_save : call.end_save]]
         return StageOps(
-            ops=tuple(self._checked(ops)),
+            ops=tuple(ops),
             storages=tuple(self._storages),
             modules=modules_inside(self._trace, call),
             saves=tuple(-1 if s is None or s in self._trace.always_alive else self._local[s] for s in saves),
@@ -80,7 +77,6 @@ class _Reader:
             allocates=made,
             writes=writes,
             random=access.random,
-            not_rerunnable_reason=access.not_rerunnable_reason,
         )
 
     def _number(self, storage: int, version: int) -> int:
@@ -88,7 +84,6 @@ class _Reader:
 
     def _outside(self, storage: int, version: int) -> int:
         """A storage that was there before the stage; its versions count from what it finds."""
-        self._final[len(self._storages)] = self._trace.versions.get(storage, 0) - version
         held = storage in self._trace.always_alive or storage in self._saved
         exclusive = storage in self._stage.boundary_storages and not self._goes_unused(storage)
         return self._add(storage, version, op=-1, always_live=held, dies_after_stage=exclusive)
@@ -108,38 +103,6 @@ class _Reader:
         fields |= {"saved": bool(saved_in), "saved_in": saved_in, "returned": storage in self._returned}
         self._storages.append(StageStorage(size_bytes=self._trace.storages.bytes_of[storage], **fields))
         return len(self._storages) - 1
-
-    def _checked(self, ops: list[StageOp]) -> list[StageOp]:
-        """Ops that change, or read before it is changed, what comes from outside must not run again.
-
-        Nor must those that make storage which is read though no op has filled it: something else has, out of sight.
-        """
-        unseen = self._filled_unseen(ops)
-        renewed = {self._local[storage] for storage in self._renewed if storage in self._local}
-
-        def reason(op: StageOp) -> str:
-            if op.not_rerunnable_reason:
-                return op.not_rerunnable_reason
-            if unseen.intersection(op.allocates):
-                return "what it makes is filled by something that is no op"
-            if self._final.keys() & set(op.writes):
-                return "it changes what comes from outside of the stage"
-            if any(number in renewed or version != self._final.get(number, version) for number, version in op.reads):
-                return "it reads what is changed afterwards"
-            return ""
-
-        return [replace(op, not_rerunnable_reason=reason(op)) for op in ops]
-
-    def _filled_unseen(self, ops: list[StageOp]) -> set[int]:
-        """Storages that hold nothing when they are made, and are read or saved all the same."""
-        accesses = [op.access for op in self._trace.ops[self._stage.call.first_op : self._stage.call.end_op]]
-        blank = {n for op, access in zip(ops, accesses, strict=True) if access.blank for n in op.allocates}
-        filled_unseen = {n for n in blank if self._storages[n].saved and not self._storages[n].versions}
-        for op, access in zip(ops, accesses, strict=True):
-            if not access.views_only:
-                filled = set(op.writes) if access.fills else set()
-                filled_unseen |= {n for n, version in op.reads if version == 0 and n in blank and n not in filled}
-        return filled_unseen
 
 
 def _innermost(spans: Sequence[tuple[int, int, str]]) -> list[str]:

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
-from profiler.op_graph import Choice, NamedModule, NamedStage, StageOps
+from profiler.op_graph import NamedModule
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Call, Trace
 from profiler.workload.compiled_forwards import plain_name, unwrapped
-
-# Which choice a person states for which of the stages; the second argument names what ran outside of stages.
-StateChoices = Callable[[Sequence[NamedStage], Sequence[str]], Mapping[int, Choice]]
-
-
-def with_names(trace: Trace, stages: Sequence[ChosenStage], flows: Sequence[StageOps]) -> tuple[NamedStage, ...]:
-    """The stages of a traced step, each with its dataflow."""
-    return tuple(
-        NamedStage(name=stage.name, parents=parents_of(trace, stage.call), ops=flow)
-        for stage, flow in zip(stages, flows, strict=True)
-    )
-
-
-def names_outside(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
-    """Names of the modules that ran, but as a part of no stage, and with no stage as a part of them."""
-    chosen = {trace.calls.index(stage.call) for stage in stages}
-    covering = {position for k in chosen for position in trace.ancestors(k)}
-    outside = [
-        call.name
-        for position, call in enumerate(trace.calls)
-        if position not in chosen | covering and chosen.isdisjoint(trace.ancestors(position))
-    ]
-    return tuple(dict.fromkeys(outside))
 
 
 def name_outside(stages: Sequence[str], k: int) -> str:

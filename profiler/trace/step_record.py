@@ -117,21 +117,15 @@ class Access:
         reads: pairs (storage, version) whose contents it read.
         writes: storages that it changed in place.
         renews: running statistics that it changed without having read them.
-        views_only: it returned views of what it read, and neither read nor changed contents.
-        blank: what it made holds nothing yet.
         fills: what it changed need not have held anything.
         random: it drew random numbers.
-        not_rerunnable_reason: why it must not run again; empty where it may.
     """
 
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[int, ...] = ()
     renews: tuple[int, ...] = ()
-    views_only: bool = False
-    blank: bool = False
     fills: bool = False
     random: bool = False
-    not_rerunnable_reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +169,6 @@ class Trace:
         storages: all that it met, by number.
         always_alive: those of parameters, buffers and the batch.
         casts: those that autocast made of parameters, and caches until the forward ends.
-        versions: how often each was changed in place until the end of the forward.
         by_values: ops that take bytes by values, or hand values to Python, which may branch by them.
         sparse_gradients: names of the parameters that got one.
     """
@@ -187,7 +180,6 @@ class Trace:
     storages: StorageTable = field(default_factory=StorageTable)
     always_alive: set[int] = field(default_factory=set)
     casts: set[int] = field(default_factory=set)
-    versions: dict[int, int] = field(default_factory=dict)
     by_values: list[ValueOp] = field(default_factory=list)
     sparse_gradients: list[str] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from profiler.recomputation.module_rerun import RERUN_DEPTH
-from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
+from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
 from profiler.tensors.local_tensors import COLLECTIVES, any_distributed
 from profiler.tensors.storages import ShownElements, StorageTable, has_storage
@@ -309,11 +309,8 @@ class StepRecorder(TorchDispatchMode):
             reads=tuple((number, versions.get(number, 0)) for number in sorted(table.numbers(read))),
             writes=tuple(sorted(writes)),
             renews=tuple(sorted(table.numbers(tensors_in([args[i] for i in renewed if i < len(args)])))),
-            views_only=traits.aliases and not writes,
-            blank=traits.blank,
             fills=traits.fills,
             random=traits.random,
-            not_rerunnable_reason=why_not_rerunnable(traits, args, kwargs),
         )
         for number in writes:
             versions[number] = versions.get(number, 0) + 1
@@ -368,7 +365,6 @@ class StepRecorder(TorchDispatchMode):
         self.side = "backward"
         for save, packed in self._packed:
             save.unused = packed() is None
-        self.trace.versions = dict(self._versions)
 
     def finished_trace(self) -> Trace:
         trace = self.trace

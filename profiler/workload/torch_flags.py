@@ -78,22 +78,6 @@ def set_flags(flags: list[Any], now: list[Any]) -> None:
             write(flag)
 
 
-class with_flags:  # as torch.no_grad; a generator would take longer, and ops that run again ask often
-    """Inside, where nothing sets any, the flags are these; on leaving, as on entering."""
-
-    __slots__ = ("_before", "_flags")
-
-    def __init__(self, flags: list[Any]) -> None:
-        self._flags = flags
-
-    def __enter__(self) -> None:
-        self._before = flags_now()
-        set_flags(self._flags, self._before)
-
-    def __exit__(self, *error: object) -> None:
-        set_flags(self._before, self._flags)
-
-
 def current_flags() -> Callable[[], None]:
     """Read the flags; the returned function sets those that have changed since."""
     before = flags_now()

@@ -1,4 +1,4 @@
-"""Which ops run again for a choice of what to keep, worked out by hand."""
+"""Which ops of a stage run again when something is not kept, worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from profiler.json_files import from_plain, to_plain
-from profiler.op_graph import Choice, ChoiceError, StageOp, StageOps, StageStorage, is_allocation, kind_of
+from profiler.op_graph import ChoiceError, StageOp, StageOps, StageStorage, is_allocation, kind_of
 
 INPUT, BUFFER, ROOT, EXP, TANH, LAST = range(6)
 MUL, TO_EXP, RELU, TO_TANH, ADD = range(5)
@@ -63,8 +63,7 @@ def test_every_value_has_its_writer() -> None:
 )
 def test_what_is_needed_for_what_is_saved_runs_again(kept: set[int], rerun: set[int]) -> None:
     assert flow().rerun(kept) == rerun
-    choice = Choice.of(flow(), [*kept, BUFFER])
-    assert (choice.rerun, choice.kept) == (rerun, tuple(sorted(kept)))
+    assert flow().rerun([*kept, BUFFER]) == rerun  # It is there anyway.
 
 
 def test_the_input_has_to_be_kept_to_read_it_again() -> None:
@@ -73,20 +72,22 @@ def test_the_input_has_to_be_kept_to_read_it_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dropped", "kept", "rerun"),
+    ("dropped", "rerun"),
     [
-        ([TO_TANH], (ROOT, EXP), {TO_TANH}),
+        ([TO_TANH], {TO_TANH}),
         # What exp reads cannot be kept, as relu_ changes it: the op that makes it runs again too.
-        ([TO_EXP], (INPUT, TANH), {MUL, TO_EXP}),
-        ([TO_EXP, TO_TANH], (INPUT, ROOT), {MUL, TO_EXP, TO_TANH}),
-        ([RELU, TO_TANH], (INPUT, EXP), {MUL, RELU, TO_TANH}),
-        ([RELU], (EXP, TANH), set()),  # Nobody asks for it.
-        ([ADD], (EXP, TANH), set()),
+        ([TO_EXP], {MUL, TO_EXP}),
+        ([TO_EXP, TO_TANH], {MUL, TO_EXP, TO_TANH}),
+        ([RELU, TO_TANH], {MUL, RELU, TO_TANH}),
+        ([MUL, TO_TANH], {TO_TANH}),  # What it reads is kept as relu_ leaves it.
+        ([MUL, RELU, TO_TANH], {MUL, RELU, TO_TANH}),
+        ([RELU], set()),  # Nobody asks for it.
+        ([ADD], set()),
+        ([], set()),
     ],
 )
-def test_to_drop_ops_keeps_what_they_read(dropped: list[int], kept: tuple[int, ...], rerun: set[int]) -> None:
-    choice = Choice.dropping(flow(), dropped)
-    assert (choice.kept, choice.rerun) == (kept, rerun)
+def test_to_drop_ops_keeps_what_they_read(dropped: list[int], rerun: set[int]) -> None:
+    assert flow().rerun_without(dropped) == rerun
 
 
 def test_an_op_that_must_not_run_again_is_named_with_the_reason() -> None:
@@ -97,22 +98,13 @@ def test_an_op_that_must_not_run_again_is_named_with_the_reason() -> None:
         fixed.rerun({INPUT})
     assert fixed.rerun({INPUT}, forced={RELU}) == {MUL, TO_EXP, RELU, TO_TANH}
     assert fixed.rerun({INPUT, TANH}) == {MUL, TO_EXP}
+    with pytest.raises(ChoiceError, match=r"op 2 \(aten\.relu_\.default in act\)"):
+        fixed.rerun_without([RELU, TO_TANH])
+    assert fixed.rerun_without([RELU, TO_TANH], forced=[RELU]) == {MUL, RELU, TO_TANH}
+    assert fixed.rerun_without([TO_TANH]) == {TO_TANH}
     alone = flow(mul=op("mul", reads=((INPUT, 0),), allocates=(ROOT,), not_rerunnable_reason="no"))
     with pytest.raises(ChoiceError, match=r"in the stage itself"):
         alone.rerun({INPUT})
-
-
-def test_a_choice_is_named_after_the_kinds_that_run_longest() -> None:
-    assert Choice.of(flow(), [INPUT]).name == "everything (4 ops)"
-    assert Choice.of(flow(), [INPUT, ROOT]).name == "exp, tanh, mul (3 ops)"
-    assert Choice.of(flow(), [EXP, ROOT], "mine").name == "mine"
-    many = StageOps(
-        ops=tuple(op(kind, allocates=(k,), seconds=float(k % 3)) for k, kind in enumerate("abcdea")),
-        storages=tuple(StageStorage(size_bytes=1, op=k, saved=True) for k in range(6)),
-    )
-    # Together a takes 0 + 2 seconds, b 1, c 2, d 0, e 1.
-    assert Choice.of(many, [3]).name == "a, c, b, e (5 ops)"
-    assert Choice.of(many, [0]).name == "a, c, b, e, ... (5 ops)"
 
 
 def test_what_ops_read() -> None:

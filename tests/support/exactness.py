@@ -12,29 +12,13 @@ import torch
 
 import planner
 from planner.plans.cost_model import chain_of
-from planner.plans.profiling import choices_for
-from planner.plans.rule_resolution import resolve_rules
 from planner.plans.solving import plan_of
-from profiler.measurement import profiling
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
 from solvers.problem.link import Link
 
 DEPTHS = (0.0, 0.3, 0.6)
-
-
-def profile_of_opaque(work: Workload, rules: planner.Rules | None = None, **settings: Any) -> planner.Profile:
-    """A profile in which no stage is captured, with the options that are measured inside stages then.
-
-    Args:
-        work: the workload.
-        rules: what is stated: then its choices alone are measured.
-        settings: as for ``profiling.profile``.
-    """
-    if rules is None:
-        return profiling.profile(work, propose=choices_for, **settings)
-    return profiling.profile(work, state=lambda *names: resolve_rules(rules, *names).choices(), **settings)
 
 
 def state_after(work: Workload, steps: int = 2) -> dict[str, Any]:

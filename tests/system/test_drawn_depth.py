@@ -31,7 +31,7 @@ def fresh(work: Workload) -> torch.optim.Optimizer:
 def test_steps_of_any_depth_are_exact_and_within_budget(name: str) -> None:
     work = drawing(name)
     seed_all(3)
-    # A stage of which a choice is kept says so where its shorter way runs other ops.
+    # A stage that runs as a program says so where its shorter way runs other ops.
     profile = planner.profile(work, menus=name != "inside_scaled")
     expected = run_of(work, fresh(work))
     assert expected.peak_bytes <= profile.unplanned_peak_bytes

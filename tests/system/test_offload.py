@@ -19,7 +19,7 @@ from profiler.workload.workload import Workload
 from solvers import Chain, Schedule
 from solvers.problem.chain_schedule import Action
 from solvers.problem.link import Link
-from tests.support.exactness import assert_same, choosing_inside, profile_of_opaque, state_after
+from tests.support.exactness import assert_same, choosing_inside, state_after
 from tests.support.odd_models import workload
 from tests.support.offload_plans import SCHEDULES, kept, planned
 
@@ -32,6 +32,7 @@ CASES += [
     ("in_place", "inside"),
 ]
 MODELS = list(dict.fromkeys(name for name, _ in CASES))
+STAGES = {name: ["down.*", "up.*"] if name == "skip" else ["blocks.*"] for name in MODELS}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedCopyEngine]:
 def profiles() -> Iterator[dict[str, planner.Profile]]:
     patch = pytest.MonkeyPatch()
     patch.setattr(offloadable, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
-    yield {name: profile_of_opaque(workload(name)) for name in MODELS}
+    yield {name: planner.profile(workload(name), stages=STAGES[name]) for name in MODELS}
     patch.undo()
 
 
@@ -271,7 +272,7 @@ def test_under_autocast_the_same_bytes_travel(engines: list[SimulatedCopyEngine]
         assert engines[-1].memory.peak_bytes == plan.host_bytes > 0
 
 
-@pytest.mark.parametrize("make", ["kept", "inside"])
+@pytest.mark.parametrize("make", ["kept", "halves"])
 def test_with_other_shapes_nothing_of_a_kept_stage_travels_and_all_is_right(
     make: str, profiles: dict[str, planner.Profile], engines: list[SimulatedCopyEngine]
 ) -> None:
@@ -323,30 +324,29 @@ def test_a_saved_tensor_changed_in_place_is_refused_as_without_a_plan(profiles: 
 
 
 def with_option(number: int) -> Callable[[Chain], Schedule]:
-    """Every stage with its option of this number, or its last."""
+    """Every second stage as its program of this number, or its last; the others are kept."""
+
+    def option(chain: Chain, action: Action) -> int | None:
+        if action.option is None or action.stage % 2:
+            return action.option
+        return min(number, len(chain.stages[action.stage].options) - 1)
 
     def make(chain: Chain) -> Schedule:
-        return Schedule(
-            tuple(
-                action
-                if action.option is None
-                else replace(action, option=min(number, len(chain.stages[action.stage].options) - 1))
-                for action in kept(chain).actions
-            )
-        )
+        return Schedule(tuple(replace(action, option=option(chain, action)) for action in kept(chain).actions))
 
     return make
 
 
 @pytest.mark.filterwarnings("error:planned stage")
-def test_under_every_option_of_a_transformers_block_what_is_left_travels(
+def test_beside_every_program_of_a_transformers_block_what_others_keep_travels(
     engines: list[SimulatedCopyEngine],
 ) -> None:
     settings = {"layers": 3, "batch": 2, "hidden": 32, "seq": 32, "vocab": 100}
-    blocks = profile_of_opaque(zoo.build("gpt2", **settings))
+    blocks = planner.profile(zoo.build("gpt2", **settings), stages=["transformer.h.*"])
     expected = gradients(zoo.build("gpt2", **settings))
     for number in range(1, 1 + max(len(menu.options) for menu in blocks.menus)):
         plan, work = planned(blocks, with_option(number)), zoo.build("gpt2", **settings)
+        assert {"selective", "offload"} <= {stage.decision for stage in plan.stages}
         with planner.apply(work.model, plan):
             assert_same(gradients(work), expected)
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes

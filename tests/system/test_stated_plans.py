@@ -28,14 +28,14 @@ def gpt2() -> planner.Workload:
     return zoo.build("gpt2", **GPT2)
 
 
-def profiled(work: planner.Workload, rules: Rules) -> planner.Profile:
-    """With the options of the rules alone."""
-    return planner.profile(work, rules=rules, menus=False)
+def profiled(work: planner.Workload, rules: Rules, stages: list[str] | None = None) -> planner.Profile:
+    """With the programs of the rules alone."""
+    return planner.profile(work, stages=stages, rules=rules, menus=False)
 
 
-def checked(make, rules: Rules, budget: str | int | None = None) -> planner.Plan:
+def checked(make, rules: Rules, stages: list[str] | None = None) -> planner.Plan:
     """The plan that rules state, measured against its prediction and the unplanned model."""
-    plan = planner.state(profiled(make(), rules), rules, budget=budget)
+    plan = planner.state(profiled(make(), rules, stages), rules)
     expected, work = state_after(make()), make()
     with planner.apply(work.model, plan):
         assert_same(state_after(work), expected)
@@ -229,24 +229,20 @@ def test_rules_that_do_not_fit_the_profile_are_refused(gpt2_profile, rules, word
         planner.state(gpt2_profile.stage_level(), rules)
 
 
-def test_wrong_names_are_refused_before_options_are_measured():
-    runs = []
+def test_wrong_names_are_refused_by_the_profile():
     with pytest.raises(ChoiceError, match="nearest: blocks.1"):
-        planner.profile(workload("plain"), rules=[Rule(modules="block.1")], progress=lambda *what: runs.append(what[0]))
-    assert not any("options" in what for what in runs)
+        planner.profile(workload("plain"), rules=[Rule(modules="block.1")])
 
 
-def test_a_stage_that_cannot_be_recomputed_is_refused_with_the_reason_and_its_ops_are_not():
-    work = workload("cache")
-    profile = planner.profile(work, stages=["CachingBlock"], rules=[Rule(ops="*")], menus=False)
-    with pytest.raises(ValueError, match="rule 1 .*'blocks.0'.*puts tensors into a Cache.*ops = "):
+def test_a_stage_that_cannot_be_recomputed_is_refused_with_the_reason_and_so_are_its_ops():
+    profile = planner.profile(workload("cache"), stages=["CachingBlock"], menus=False)
+    with pytest.raises(ValueError, match="rule 1 .*'blocks.0'.*puts tensors into a Cache.*keep it with a later rule"):
         planner.state(profile, Rule(modules="*"))
     with pytest.raises(ValueError, match="checkpoints blocks.1.*'blocks.0'.*tensors into a Cache"):
         planner.state(profile, Rules(checkpoints="blocks.1"))
-    plan = planner.state(profile, Rule(ops="*"))
-    assert decisions(plan) == ["selective"] * 3
-    with planner.apply(work.model, plan):
-        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+    with pytest.raises(ChoiceError, match="captured as a graph .* 'blocks.0' was not .*puts tensors into a Cache"):
+        planner.state(profile, Rule(ops="*"))
+    assert decisions(planner.state(profile, Rule(modules="*", action="keep"))) == ["keep"] * 3
 
 
 class OwnGenerator(nn.Module):
@@ -262,24 +258,6 @@ class OwnGenerator(nn.Module):
         return x + torch.tanh(self.linear(x) * noise)
 
 
-def own_generators() -> planner.Workload:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[OwnGenerator() for _ in range(3)])
-    return planner.Workload(model=model, inputs=torch.randn(64, 16), loss=lambda y: y.square().mean())
-
-
-def test_random_numbers_of_an_own_generator_are_not_drawn_again_unless_forced():
-    noise = Rule(modules="OwnGenerator", ops="rand")
-    with pytest.raises(ChoiceError, match="rand.*generator of its own.*force = true"):
-        planner.profile(own_generators(), stages=["OwnGenerator"], rules=noise)
-    forced = Rule(modules="OwnGenerator", ops="rand", force=True)
-    profile = planner.profile(own_generators(), stages=["OwnGenerator"], rules=forced, menus=False)
-    plan, work = planner.state(profile, forced), own_generators()
-    assert decisions(plan) == ["selective"] * 3 and "(forced)" in plan.stated[0]
-    with planner.apply(work.model, plan):
-        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
-
-
 class OutOfSight(nn.Module):
     """Fills a tensor behind torch's back: made again it would be empty."""
 
@@ -293,17 +271,46 @@ class OutOfSight(nn.Module):
         return x + torch.tanh(self.linear(x) * scale)
 
 
-def out_of_sight() -> planner.Workload:
+def of_blocks(block: type[nn.Module]) -> planner.Workload:
     torch.manual_seed(0)
-    model = nn.Sequential(*[OutOfSight() for _ in range(3)])
+    model = nn.Sequential(*[block() for _ in range(3)])
     return planner.Workload(model=model, inputs=torch.randn(64, 16), loss=lambda y: y.square().mean())
 
 
-def test_what_does_not_give_the_same_again_is_refused_and_what_is_stated_beside_it_is_not():
-    with pytest.raises(ChoiceError, match="zeros_like.*gives the same when it runs again"):
-        planner.profile(out_of_sight(), stages=["OutOfSight"], rules=Rule(ops="*"), menus=False)
-    tanh = Rules(rules=[Rule(modules="OutOfSight", ops="tanh")])
-    profile = planner.profile(out_of_sight(), stages=["OutOfSight"], rules=tanh)
-    with pytest.raises(ChoiceError, match="zeros_like.*did not give the same"):
-        planner.state(profile, Rule(ops=["zeros_like", "tanh"]))
-    assert decisions(planner.state(profile, tanh)) == ["selective"] * 3
+@pytest.mark.parametrize(
+    ("block", "why"), [(OwnGenerator, "(capturing it fails|generator)"), (OutOfSight, r"\.numpy\(\)")]
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_ops_of_a_stage_that_is_not_captured_are_refused_with_the_reason(block, why, force):
+    """By the profile, and by the plan of a profile in which the stages are kept or recomputed as a whole."""
+    rule = Rule(modules=block.__name__, ops="tanh", force=force)
+    refusal = f"rule 1 .*only stages that were captured as a graph .*'0' was not .*{why}.*state it for the whole stage"
+    with pytest.raises(ChoiceError, match=refusal):
+        planner.profile(of_blocks(block), stages=[block.__name__], rules=rule, menus=False)
+    profile = planner.profile(of_blocks(block), stages=[block.__name__])
+    assert all(menu.opaque and not menu.options for menu in profile.menus)
+    with pytest.raises(ChoiceError, match=refusal):
+        planner.state(profile, rule)
+    assert decisions(planner.state(profile, Rule(modules="0"))) in (["recompute", "keep", "keep"], ["keep"] * 3)
+
+
+def test_ops_of_a_profile_without_captured_stages_are_refused_with_the_remedy():
+    profile = planner.profile(gpt2(), menus=False)
+    with pytest.raises(ChoiceError, match="'transformer.h.0' was not; profile with these rules"):
+        planner.state(profile, Rule(modules="*.h.*", ops="tanh"))
+    assert planner.state(profile, BLOCKS).recomputed_ops > 0
+
+
+def test_an_op_that_reads_a_buffer_that_the_step_changes_does_not_run_again_unless_forced():
+    def make() -> planner.Workload:
+        return workload("moving_buffer")
+
+    every, blocks = Rule(modules="blocks.*", ops="*"), ["blocks.*"]
+    with pytest.raises(ChoiceError, match="clone.*reads a buffer that the step changes.*force = true"):
+        profiled(make(), Rules(rules=[every]), blocks)
+    checked(make, Rules(rules=[every, Rule(modules="blocks.*", ops="clone", action="keep")]), blocks)
+    forced = Rules(rules=[replace(every, force=True)])
+    plan, work = planner.state(profiled(make(), forced, blocks), forced), make()
+    assert decisions(plan) == ["selective"] * 4 and "(forced)" in plan.stated[0]
+    with planner.apply(work.model, plan):
+        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes

@@ -16,6 +16,7 @@ from planner.capacity.scaling import ProfileScaling
 from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
 from planner.capacity.smallest_size import SearchStart
 from planner.capacity.step_trial import Trial
+from profiler.step_replay import runs_once
 
 BUDGET = 10**7
 UNFIT = 6  # layers that the model is not built with
@@ -115,3 +116,16 @@ def test_a_size_that_was_refused_is_not_tried_again(known):
         with pytest.raises(NoProfile, match="refused"):
             profiles.at(UNFIT)
     assert built == [UNFIT]
+
+
+def test_a_size_has_the_programs_of_another_one_for_stages_of_the_same_ops(blocks):
+    same = size_profiles.same_programs(blocks)
+    assert same is not None and size_profiles.same_programs(blocks.stage_level()) is None
+    captured = [menu for menu in blocks.menus if menu.graph is not None]
+    wanted = {option.runs for menu in captured for option in menu.options}
+    assert captured and {runs for menu in captured for runs in same(menu.graph)} == wanted
+    graph = captured[0].graph
+    others = replace(graph, ops=tuple(replace(op, op=f"other {op.op}") for op in graph.ops))
+    assert same(others) == [runs_once(others)]
+    larger = replace(graph, storages=tuple(replace(s, size_bytes=2 * s.size_bytes) for s in graph.storages))
+    assert list(same(larger)) == list(same(graph))

@@ -65,7 +65,7 @@ def test_a_plan_shows_its_claims():
     [
         ([("keep", 1)], 0, "nothing"),
         ([("selective", 1), ("keep", 1), ("selective", 1)], 27, "27 ops inside 2 stages"),
-        ([("selective", 1), ("keep", 1), ("selective", 1)], 0, "nothing; masks are held as bits in 2 stages"),
+        ([("selective", 1), ("keep", 1)], 0, "nothing; 1 stage as a program in which each op runs once"),
         ([("selective", 1)], 1, "1 op inside 1 stage"),
         ([("recompute", 2)], 1, "1 extra run of 1 stage, 1 op"),
         (

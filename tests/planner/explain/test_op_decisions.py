@@ -20,6 +20,7 @@ from planner.plans.plan import StageDecision
 from planner.plans.short_names import common_path, names_in_short
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
+from profiler.step_replay import StepRuns
 from tests.support.printed_text import text_of
 
 MIB = 2**20
@@ -62,7 +63,7 @@ OPS = StageOps(
 
 def kind(decision: StageDecision, kept: tuple[int, ...] = (), rerun: tuple[int, ...] = ()) -> StageGroup:
     option = OptionRecord(
-        name="some", kept=kept, rerun=rerun, forward_seconds=0.0, backward_seconds=0.0,
+        name="some", runs=StepRuns((), ()), kept=kept, rerun=rerun, forward_seconds=0.0, backward_seconds=0.0,
         freed_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0,
     )  # fmt: skip
     menu = MenuRecord(ops=OPS, options=(option,))

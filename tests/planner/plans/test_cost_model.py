@@ -23,7 +23,7 @@ def luckiest(menu: MenuRecord) -> MenuRecord:
         for o in menu.options
     ]
     lucky = replace(menu, options=tuple(options))
-    return lucky.with_programs([o.runs for o in menu.options if o.runs is not None])
+    return lucky.with_programs([o.runs for o in menu.options])
 
 
 def test_no_option_is_free_however_it_was_measured(blocks: planner.Profile) -> None:
@@ -37,7 +37,6 @@ def test_no_option_is_free_however_it_was_measured(blocks: planner.Profile) -> N
             continue
         whole = sum(op.seconds for op in menu.graph.ops if op.side == "backward")
         for option, made in zip(menu.options, stage.options[1:], strict=True):
-            assert option.runs is not None
             again = sum(menu.graph.ops[ordinal].seconds for ordinal in option.runs.again.elements()) / whole
             extra = made.forward_seconds + made.backward_seconds - keep.forward_seconds - keep.backward_seconds
             assert extra == pytest.approx(again * menu.keep_backward_seconds)

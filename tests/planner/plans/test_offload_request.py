@@ -110,7 +110,7 @@ def test_a_link_survives_its_file() -> None:
 
 def test_units_are_what_a_stage_holds_for_itself_alone(blocks: Profile) -> None:
     for k, record in enumerate(blocks.stages):
-        numbers = kept_offload_units(blocks, k, None)
+        numbers = kept_offload_units(blocks, k)
         if record.menu < 0:
             assert numbers == ()
             continue
@@ -119,17 +119,14 @@ def test_units_are_what_a_stage_holds_for_itself_alone(blocks: Profile) -> None:
         assert all(s.saved and not s.returned and s.size_bytes >= SMALLEST_OFFLOAD_UNIT_BYTES for s in chosen)
         assert all(s.dies_after_stage for s in chosen if s.op < 0)
         inputs = sum(s.size_bytes for s in chosen if s.op < 0)
-        assert sum(kept_offload_unit_bytes(blocks, k, None)) - inputs <= record.kept_bytes
+        assert sum(kept_offload_unit_bytes(blocks, k)) - inputs <= record.kept_bytes
         assert bool(input_offload_units(blocks, k)) <= bool(record.links)
 
 
-def test_an_option_s_units_are_part_of_what_it_keeps(blocks: Profile) -> None:
-    for k, record in enumerate(blocks.stages):
-        for option in blocks.menus[record.menu].options if record.menu >= 0 else ():
-            ops = blocks.menus[record.menu].ops
-            held = {n for n, s in enumerate(ops.storages) if s.always_live}
-            needed = {n for n, s in enumerate(ops.storages) if s.saved} | ops.read_by(option.rerun)
-            assert set(kept_offload_units(blocks, k, option)) <= (set(option.kept) | held) & needed
+def test_nothing_that_a_program_hands_over_is_a_unit(blocks: Profile) -> None:
+    for stage in chain_of(blocks).stages:
+        assert all(option.offload_units == () for option in stage.options[1:])
+    assert any(len(stage.options) > 1 and stage.options[0].offload_units for stage in chain_of(blocks).stages)
 
 
 # Plans -----------------------------------------------------------------------------

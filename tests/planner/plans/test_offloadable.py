@@ -1,4 +1,4 @@
-"""Offload units of an option: what somebody holds under it, and a run can tell from everything else that it holds."""
+"""Offload units of a stage: what autograd saves of it, and nothing else needs."""
 
 from __future__ import annotations
 
@@ -7,55 +7,44 @@ from dataclasses import replace
 import pytest
 
 from planner.plans.offloadable import SMALLEST_OFFLOAD_UNIT_BYTES, offload_units_among
-from profiler.op_graph import StageOp, StageOps, StageStorage, StorageVersion
-from profiler.records import OptionRecord
+from profiler.op_graph import StageOp, StageOps, StageStorage
 
-MADE = tuple(range(4))
+INPUT, PARAMETER, FIRST, SECOND = range(4)
+STORAGES = (
+    StageStorage(size_bytes=SMALLEST_OFFLOAD_UNIT_BYTES, op=-1, saved=True, dies_after_stage=True),
+    StageStorage(size_bytes=SMALLEST_OFFLOAD_UNIT_BYTES, op=-1, saved=True, always_live=True),
+    StageStorage(size_bytes=SMALLEST_OFFLOAD_UNIT_BYTES, op=0, saved=True),
+    StageStorage(size_bytes=SMALLEST_OFFLOAD_UNIT_BYTES, op=1, saved=True),
+)
 
 
-def ops_of(last_reads: tuple[StorageVersion, ...]) -> StageOps:
-    """Ops 0 and 1 make tensors alike, of which op 2 reads both; autograd saves what ops 2 and 3 make."""
-    reads: tuple[tuple[StorageVersion, ...], ...] = ((), (), ((0, 0), (1, 0)), last_reads)
-    return StageOps(
-        ops=tuple(
-            StageOp(op="aten.add.Tensor", module="", seconds=0.0, reads=read, allocates=(k,))
-            for k, read in enumerate(reads)
-        ),
-        storages=tuple(StageStorage(size_bytes=SMALLEST_OFFLOAD_UNIT_BYTES, op=k, saved=k >= 2) for k in MADE),
-        saves=(2, 3),
+def ops_with(changed: dict[int, StageStorage] | None = None, saves: tuple[int, ...] = (0, -1, 2, 3)) -> StageOps:
+    """Two ops, the second of which reads what the first makes; ``changed``: storages in the place of those above."""
+    ops = (
+        StageOp(op="aten.mm.default", module="", seconds=0.0, reads=((INPUT, 0), (PARAMETER, 0)), allocates=(FIRST,)),
+        StageOp(op="aten.gelu.default", module="", seconds=0.0, reads=((FIRST, 0),), allocates=(SECOND,)),
     )
-
-
-def option(kept: tuple[int, ...], rerun: tuple[int, ...]) -> OptionRecord:
-    return OptionRecord(
-        name="",
-        kept=kept,
-        rerun=rerun,
-        forward_seconds=0.0,
-        backward_seconds=0.0,
-        freed_bytes=0,
-        forward_peak_bytes=0,
-        backward_peak_bytes=0,
-    )
+    storages = tuple((changed or {}).get(number, storage) for number, storage in enumerate(STORAGES))
+    return StageOps(ops=ops, storages=storages, saves=saves)
 
 
 @pytest.mark.parametrize(
-    ("kept", "rerun", "last_reads", "expected"),
+    ("ops", "expected"),
     [
-        ((0, 1), (2, 3), (), (0, 1)),  # Alike in all, and both may: either is as good as the other.
-        ((0,), (2, 3), (), ()),  # Which of the two it would be is not known.
-        ((0,), (2, 3), ((0, 0),), (0,)),
-        ((0, 1, 2), (3,), ((0, 0),), (0, 2)),  # Nobody holds what op 1 has made.
-        ((2, 3), (0,), (), (2, 3)),
+        (ops_with(), (FIRST, SECOND)),
+        (ops_with(saves=(3,)), (SECOND,)),  # Autograd holds nothing else.
+        (ops_with({FIRST: replace(STORAGES[FIRST], always_live=True)}), (SECOND,)),
+        (ops_with({SECOND: replace(STORAGES[SECOND], returned=True)}), (FIRST,)),
+        (ops_with({FIRST: replace(STORAGES[FIRST], size_bytes=SMALLEST_OFFLOAD_UNIT_BYTES - 1)}), (SECOND,)),
+        (ops_with(saves=()), ()),  # Files of older releases say nothing of the order.
     ],
 )
-def test_what_can_be_told_apart_and_is_held_may_travel(
-    kept: tuple[int, ...], rerun: tuple[int, ...], last_reads: tuple[StorageVersion, ...], expected: tuple[int, ...]
-) -> None:
-    assert offload_units_among(ops_of(last_reads), option(kept, rerun), with_input=False) == expected
+@pytest.mark.parametrize("with_input", [False, True])
+def test_what_autograd_alone_holds_may_travel(ops: StageOps, expected: tuple[int, ...], with_input: bool) -> None:
+    own_input = (INPUT,) if with_input and 0 in ops.saves else ()
+    assert offload_units_among(ops, with_input=with_input) == (*own_input, *expected)
 
 
-def test_without_the_order_of_saves_nothing_may_travel() -> None:
-    old = replace(ops_of(((0, 0),)), saves=())
-    assert offload_units_among(old, None, with_input=True) == ()
-    assert offload_units_among(old, option((0,), (2, 3)), with_input=True) == ()
+def test_an_input_that_others_need_stays() -> None:
+    shared = ops_with({INPUT: replace(STORAGES[INPUT], dies_after_stage=False)})
+    assert offload_units_among(shared, with_input=True) == (FIRST, SECOND)

@@ -50,8 +50,9 @@ def kinds(*rules: Rule, **more) -> str:
 def again(*rules: Rule, stages=STAGES) -> set[int]:
     """What runs again in the first stage; the others must say the same."""
     first, *others = directives(*rules, stages=stages)
-    assert all(directive.choice == first.choice for directive in others)
-    return set() if first.choice is None else set(first.choice.rerun)
+    assert all(directive.rerun == first.rerun for directive in others)
+    assert bool(first.rerun) == (first.kind == "choice")
+    return set(first.rerun)
 
 
 def lines(*rules: Rule, **more) -> tuple[str, ...]:
@@ -174,9 +175,9 @@ def test_checkpoints_end_segments():
 
 
 def test_choices_are_stated_by_the_stage_s_position():
-    stated = resolve_rules(Rules(rules=[Rule(modules=["body.h.1", "body.h.3"], ops="gelu")]), STAGES, [])
-    assert {k: choice.rerun for k, choice in stated.choices().items()} == {1: {GELU}, 3: {GELU}}
-    assert all(choice.stated for choice in stated.choices().values())
+    stated = directives(Rule(modules=["body.h.1", "body.h.3"], ops="gelu"))
+    assert [directive.kind for directive in stated] == ["keep", "choice", "keep", "choice"]
+    assert [set(directive.rerun) for directive in stated] == [set(), {GELU}, set(), {GELU}]
 
 
 def test_lines_say_what_rules_came_to():
@@ -248,7 +249,7 @@ def test_an_op_that_must_not_run_again_is_refused_by_name_unless_forced(rule):
     with pytest.raises(ChoiceError, match="rule 1 .*op 2 .aten.gelu.default in mlp.act.*communicates.*force = true"):
         directives(rule, stages=stages)
     forced = directives(replace(rule, force=True), stages=stages)
-    assert forced[0].choice is not None and GELU in forced[0].choice.rerun
+    assert forced[0].kind == "choice" and GELU in forced[0].rerun
 
 
 def test_what_must_not_run_again_may_be_taken_out_by_a_later_rule():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from profiler.recomputation.op_schema import traits_of, why_not_rerunnable
+from profiler.recomputation.op_schema import overload_of, traits_of
 
 aten = torch.ops.aten
 X, Y = torch.ones(2), torch.zeros(2)
@@ -36,25 +36,13 @@ def test_what_a_call_changes(op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     [
         ("random", [aten.bernoulli_.float, aten.native_dropout.default, aten.randn.default], [aten.mul.Tensor]),
         ("shape_only", [aten.rand_like.default, aten.new_zeros.default, aten.empty_like.default], [aten.clone.default]),
-        ("blank", [aten.empty.memory_format, aten.new_empty.default], [aten.zeros.default, aten.zeros_like.default]),
         ("fills", [aten.copy_.default, aten.normal_.default, aten.mul.out], [aten.mul_.Tensor, aten.relu_.default]),
-        (
-            "aliases",
-            [aten.view.default, aten.relu_.default, aten.split.Tensor],
-            [aten.relu.default, aten.clone.default],
-        ),
+        ("casts", [aten.affine_grid_generator.default, aten._trilinear.default], [aten.bilinear.default]),
     ],
 )
 def test_traits(trait: str, those: list[Any], others: list[Any]) -> None:
     assert [getattr(traits_of(op), trait) for op in those] == [True] * len(those)
     assert [getattr(traits_of(op), trait) for op in others] == [False] * len(others)
-
-
-def test_results_that_attention_may_leave_unwritten() -> None:
-    flash, efficient = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention
-    assert traits_of(flash.default).unwritten == (6, 7)
-    assert traits_of(efficient.default).unwritten == (2, 3)
-    assert traits_of(aten._scaled_dot_product_flash_attention_for_cpu.default).unwritten == ()
 
 
 def test_running_statistics_are_renewed_in_training_alone() -> None:
@@ -70,23 +58,9 @@ def test_running_statistics_are_renewed_in_training_alone() -> None:
     assert traits_of(aten.batch_norm_update_stats.default).renews_statistics((X, Y, Y, 0.1))
 
 
-def test_why_a_call_must_not_run_again() -> None:
-    plain = traits_of(aten.randn.generator)
-    assert why_not_rerunnable(plain, ([2],), {}) == ""
-    assert "generator of its own" in why_not_rerunnable(plain, ([2],), {"generator": torch.Generator()})
-    lstm = traits_of(aten._cudnn_rnn.default)
-    assert lstm.state == 15
-    without = [X] * 15
-    assert why_not_rerunnable(lstm, (*without, None), {}) == ""
-    assert "a state of its own" in why_not_rerunnable(lstm, (*without, Y), {})
-    assert why_not_rerunnable(traits_of(torch.ops._c10d_functional.all_reduce.default), (X, "sum", ""), {}).startswith(
-        "it communicates"
-    )
-
-
-def test_what_is_no_plain_op_must_not_run_again() -> None:
+def test_of_what_is_no_plain_op_nothing_is_known() -> None:
     traits = traits_of(torch.ops.higher_order.cond)
-    assert traits.not_rerunnable_reason == "it is no plain op" and not traits.written
+    assert traits == type(traits)()
     assert traits.writes((X,), {}) == [] and not traits.renews_statistics((X,))
 
 
@@ -94,5 +68,9 @@ def test_an_op_that_communicates_changes_all_its_tensors() -> None:
     if not torch.distributed.is_available():
         pytest.skip("torch is built without distributed")
     traits = traits_of(torch.ops.c10d.allreduce_.default)
-    assert traits.not_rerunnable_reason == "it communicates with other processes"
     assert [id(tensor) for tensor in traits.writes(([X, Y], None, None, None, True), {})] == [id(X), id(Y)]
+
+
+def test_an_op_is_found_by_its_name_where_there_is_one() -> None:
+    assert overload_of("aten.mm.default") is aten.mm.default
+    assert overload_of("aten.no_such_op.default") is None and overload_of("no_library_here.mm.default") is None

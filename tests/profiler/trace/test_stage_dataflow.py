@@ -13,9 +13,9 @@ from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
 from profiler.trace.step_trace import trace_step
 from profiler.workload.workload import Workload
-from tests.support.op_cases import CASES
-from tests.support.op_cases.registry import ROWS, WIDTH, Pair, of_pair
-from tests.support.op_cases.runs import flow_of
+from tests.support.stage_cases import CASES
+from tests.support.stage_cases.flows import flow_of
+from tests.support.stage_cases.registry import ROWS, WIDTH, Pair, of_pair
 
 # The first linear layer's ops, and the storages that they meet: weight, bias, input, result.
 WEIGHT, BIAS, INPUT, HIDDEN = range(4)
@@ -24,10 +24,6 @@ T, ADDMM = range(2)
 
 def short(flow: StageOps) -> list[tuple[Any, ...]]:
     return [(op.kind, op.reads, op.allocates, op.writes) for op in flow.ops]
-
-
-def fixed(flow: StageOps) -> dict[str, str]:
-    return {op.kind: op.not_rerunnable_reason for op in flow.ops if op.not_rerunnable_reason}
 
 
 def test_versions_and_views() -> None:
@@ -54,7 +50,7 @@ def test_versions_and_views() -> None:
     assert [s.saved for s in flow.storages] == [bool(s.saved_in) for s in flow.storages]
     assert [s.always_live for s in flow.storages] == [True, True, True, False, False, False]
     assert [s.returned for s in flow.storages] == [False] * 5 + [True]
-    assert not any(op.not_rerunnable_reason or op.random for op in flow.ops)
+    assert not any(op.random for op in flow.ops)
     assert flow.modules == (("", "Pair"), ("a", "Linear"))
 
 
@@ -92,22 +88,10 @@ def test_an_input_is_held_if_it_is_saved_and_may_be_the_stage_s_own() -> None:
     assert [(s.always_live, s.dies_after_stage) for s in inputs] == [(False, False), (False, True), (True, False)]
 
 
-# Ops that must not run again ---------------------------------------------------------
+# Around a stage ----------------------------------------------------------------------
 
 
-def test_what_comes_from_outside_must_not_be_changed_twice_nor_read_before_its_change() -> None:
-    assert fixed(flow_of(CASES["moving_average"])) == {
-        "clone": "it reads what is changed afterwards",
-        "mul_": "it changes what comes from outside of the stage",
-        "add_": "it changes what comes from outside of the stage",
-    }
-    assert fixed(flow_of(CASES["statistics_read"])) == {
-        "exp": "it reads what is changed afterwards",  # No version shows it: a BatchNorm renews them.
-        "add_": "it changes what comes from outside of the stage",
-    }
-
-
-def test_an_op_that_reads_what_a_later_stage_changes_must_not_run_again() -> None:
+def test_versions_count_from_what_a_stage_finds() -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             return (x + scale).exp()
@@ -128,47 +112,13 @@ def test_an_op_that_reads_what_a_later_stage_changes_must_not_run_again() -> Non
     work = Workload(model=Scaled(), inputs=torch.ones(ROWS, WIDTH, requires_grad=True), loss=lambda y: y.sum())
     trace = trace_step(work)
     first, second = (stage_ops_of(trace, stage) for stage in choose_stages(trace, ["first", "second"]))
-    assert fixed(first) == {"add": "it reads what is changed afterwards"}
-    assert fixed(second) == {}
-    assert short(first) == short(second)  # Versions count from what a stage finds.
+    assert short(first) == short(second)
 
 
-class Keeps(torch.autograd.Function):
-    """Saves a tensor that no op reads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * 2 * ctx.saved_tensors[0], None
-
-
-def test_what_no_op_has_filled_must_not_be_made_again() -> None:
-    def body(s: Pair, x: Tensor) -> Any:
-        read, added, saved = (torch.empty(ROWS, WIDTH) for _ in range(3))
-        for tensor in (read, added, saved):
-            tensor.numpy()[:] = 2.0
-        filled, drawn, viewed = torch.empty(ROWS, WIDTH), torch.empty_like(x), torch.empty(WIDTH, ROWS)
-        filled.fill_(3)
-        drawn.normal_()
-        viewed.t().zero_()
-        total = (x * read).exp() * filled + drawn * x + added.add_(1)
-        return Keeps.apply(total, saved) * viewed.t()
-
-    flow = flow_of(of_pair(body))
-    empties = [op.not_rerunnable_reason for op in flow.ops if op.kind in ("empty", "empty_like")]
-    outside = "what it makes is filled by something that is no op"
-    assert empties == [outside, outside, outside, "", "", ""]
-
-
-def test_an_op_with_a_generator_of_its_own_must_not_run_again() -> None:
-    assert fixed(flow_of(CASES["own_generator"])) == {
-        "randn": "it draws from a generator of its own, whose state is not known",
-        "rand": "it draws from a generator of its own, whose state is not known",
-    }
+def test_ops_that_draw_are_told() -> None:
+    drawing = {op.kind for op in flow_of(CASES["draws"]).ops if op.random}
+    assert {"rand_like", "bernoulli", "normal_", "randperm", "multinomial", "uniform_", "randint"} <= drawing
+    assert drawing.isdisjoint({"empty_like", "exp", "sigmoid", "index", "gather"})
 
 
 # Stages that are alike ---------------------------------------------------------------

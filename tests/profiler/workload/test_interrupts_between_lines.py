@@ -12,7 +12,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.module_rerun import RERUN_DEPTH, running_again
-from profiler.recomputation.saved_tensors import below_autograd, without_graph
+from profiler.recomputation.saved_tensors import without_graph
 from profiler.workload.sharded_units import SHARDING, running_sharding
 from profiler.workload.torch_flags import stacks_kept
 
@@ -36,11 +36,6 @@ def under_a_mode() -> None:
 
 def again_under_a_mode() -> None:
     with running_again(), Passing(), torch.no_grad():
-        body()
-
-
-def without_autograd() -> None:
-    with below_autograd():
         body()
 
 
@@ -96,7 +91,7 @@ def interrupted_at(number: int, run: Callable[[], object], files: tuple[str, ...
 
 ENTERING = ("torch_flags.py", "module_rerun.py", "saved_tensors.py", "sharded_units.py")
 ENTERED = ("_python_dispatch.py", "autograd/graph.py", "grad_mode.py")
-RUNS = (under_a_mode, again_under_a_mode, without_autograd, detached, as_the_shardings_own)
+RUNS = (under_a_mode, again_under_a_mode, detached, as_the_shardings_own)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)

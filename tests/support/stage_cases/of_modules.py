@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.support.op_cases.registry import modules
+from tests.support.stage_cases.registry import modules
 
 modules("mlp")(lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
 modules("dropouts")(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.op_cases.registry import ROWS, WIDTH, Pair, case
+from tests.support.stage_cases.registry import ROWS, WIDTH, Pair, case
 
 
 @case

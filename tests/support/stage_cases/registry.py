@@ -68,3 +68,8 @@ def modules(name: str, *shapes: tuple[int, ...], words: int = 0) -> Callable[[Bu
         return build
 
     return add
+
+
+def without_leaves(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same, none of them a leaf: so a stage inside a model gets them."""
+    return tuple(tensor * 1 if tensor.requires_grad else tensor for tensor in inputs)

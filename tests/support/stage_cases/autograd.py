@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.op_cases.registry import WIDTH, Pair, case
+from tests.support.stage_cases.registry import WIDTH, Pair, case
 
 
 class Square(torch.autograd.Function):
