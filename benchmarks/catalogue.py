@@ -38,6 +38,7 @@ COLUMNS = [
     "model",
     "stages",
     "run_once",
+    "captured",
     "budget_bytes",
     "of_unplanned",
     "predicted_peak_bytes",
@@ -78,6 +79,7 @@ def rows_of(
             "model": family.model,
             "stages": len(stages),
             "run_once": sum(not stage.recomputable for stage in stages),
+            "captured": sum(profile.menus[stage.menu].graph is not None for stage in stages),
             "budget_bytes": budget,
             "of_unplanned": budget / profile.unplanned_peak_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -206,7 +208,13 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         f"{(frame['differs'] != '').sum()}; above the budget without having said so: {len(over)}",
         f"measured equals predicted to the byte: {(errors == 0).sum()}; measured above predicted: {(errors > 0).sum()}",
         "run_once: stages that must not run again, most of them since they fill a cache (use_cache is on by default)",
+        f"captured: stages that can run as programs, {_of_all(frame, 'captured')} of {_of_all(frame, 'stages')}",
     ]
+
+
+def _of_all(frame: pd.DataFrame, column: str) -> int:
+    """The sum of a column over the models, each counted once."""
+    return int(frame.groupby("model")[column].max().sum())
 
 
 def main() -> None:

@@ -173,8 +173,8 @@ PREDICTED = Topic(
         Benchmark(
             name="catalogue",
             module="benchmarks.catalogue",
-            full="--no-menus --jobs 2",
-            quick="--no-menus --families AlbertForMaskedLM",
+            full="--jobs 2",
+            quick="--families AlbertForMaskedLM",
             minutes=40,
             tables=(
                 Table(
