@@ -208,13 +208,13 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         f"{(frame['differs'] != '').sum()}; above the budget without having said so: {len(over)}",
         f"measured equals predicted to the byte: {(errors == 0).sum()}; measured above predicted: {(errors > 0).sum()}",
         "run_once: stages that must not run again, most of them since they fill a cache (use_cache is on by default)",
-        f"captured: stages that can run as programs, {_of_all(frame, 'captured')} of {_of_all(frame, 'stages')}",
+        f"captured: stages that can run as programs, {_of_all(rows, 'captured')} of {_of_all(rows, 'stages')}",
     ]
 
 
-def _of_all(frame: pd.DataFrame, column: str) -> int:
+def _of_all(rows: list[dict[str, Any]], column: str) -> int:
     """The sum of a column over the models, each counted once."""
-    return int(frame.groupby("model")[column].max().sum())
+    return sum({row["model"]: row.get(column, 0) for row in rows}.values())
 
 
 def main() -> None:
