@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
@@ -62,6 +64,7 @@ class UnsettledError(CaptureError):
 
 CONTIGUOUS = GradientLayouts()
 _INSIDE = "module."
+_MOST_CONSTANT_BYTES = 4096
 _NOTHING_TRAINED = "expected a call that computes something to train, got one without"
 _FRESH = ("non_alias", "unsafe_view_alias")  # kinds of outputs with memory of their own
 
@@ -186,8 +189,33 @@ def capture_call(
             "expected a call that draws from torch's own generator, got one that draws from another, which a program "
             "would neither make nor seed anew"
         )
+    _hold_constants_uncounted(graph)
     described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
     return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
+
+
+def _hold_constants_uncounted(graph: JointGraph) -> None:
+    """Have tensors that the traced code makes of numbers (``torch.tensor(0.5)``) lie where no allocator counts them.
+
+    The code makes them anew in every call; a program holds them from step to step, as it does its numbers.
+
+    Raises:
+        CaptureError: they are more than a few numbers.
+    """
+    for node in graph.constants:
+        constant = getattr(graph.module, str(node.target))
+        if constant.nbytes > _MOST_CONSTANT_BYTES:
+            raise CaptureError(
+                f"expected a call that makes no large tensors of numbers in its code, got one of {constant.nbytes:,} "
+                "bytes, which a program would hold from step to step"
+            )
+        if constant.device.type == "cpu" and constant.nbytes:
+            memory = torch.from_numpy(np.empty(constant.nbytes, np.uint8))
+            setattr(graph.module, str(node.target), memory.view(constant.dtype).view(constant.shape).copy_(constant))
+    for node in graph.module.graph.nodes:
+        for fake in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(fake, FakeTensor):
+                fake.constant = None  # What tracing knew the values of.
 
 
 def _leave_statistics_out(graph: fx.Graph) -> None:

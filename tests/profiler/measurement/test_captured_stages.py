@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import planner
 from profiler.measurement.captured_stages import CapturedKind, KindCapture
 from profiler.measurement.meter import NoMeter
 from profiler.measurement.stage_probe import StageProbe
@@ -139,3 +140,33 @@ def test_stages_whose_ops_are_others_are_opaque() -> None:
 def test_what_is_refused_is_not_captured_and_the_first_reason_counts() -> None:
     kind = captured(Net([hooked(Block())]), refused="there is no room")
     assert kind.opaque == "there is no room" and kind.graph is None
+
+
+class Scales(nn.Module):
+    """Makes a tensor of numbers in its code."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.up, self.down = count, nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor([0.5] * self.count).mean()
+        return x + self.down(torch.relu(self.up(x)) * scale)
+
+
+@pytest.mark.parametrize("count", [3, 2000])
+def test_numbers_in_the_code_take_no_bytes_that_are_not_predicted(count: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scales(count) for _ in range(4)))
+    work = planner.Workload(model=model, inputs=torch.randn(512, 16), loss=lambda y: y.square().sum())
+    profile = planner.profile(work)
+    captured = [menu for menu in profile.menus if menu.ops.saved_bytes]
+    if count == 3:
+        assert all(menu.graph is not None for menu in captured)
+    else:
+        assert all("8,000 bytes" in menu.opaque for menu in captured)
+    plan = planner.solve(profile, "80%")
+    fresh = nn.Sequential(*(Scales(count) for _ in range(4)))
+    with planner.apply(fresh, plan):
+        work = planner.Workload(model=fresh, inputs=work.inputs, loss=work.loss)
+        assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes
