@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from profiler.capture.captured_call import capture_call
 from profiler.measurement.captured_stages import CapturedKind, KindCapture
 from profiler.measurement.meter import NoMeter
 from profiler.measurement.stage_probe import StageProbe
@@ -170,3 +171,11 @@ def test_numbers_in_the_code_take_no_bytes_that_are_not_predicted(count: int) ->
     with planner.apply(fresh, plan):
         work = planner.Workload(model=fresh, inputs=work.inputs, loss=work.loss)
         assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes
+
+
+def test_numbers_in_the_code_lie_where_no_allocator_counts_them() -> None:
+    module, x = Scales(3), torch.randn(4, 16)
+    graph = capture_call(module, module.forward, (x,), {}).graph
+    held = [getattr(graph.module, str(node.target)) for node in graph.constants]
+    assert [tensor.tolist() for tensor in held] == [[0.5, 0.5, 0.5]]
+    assert not held[0].untyped_storage().resizable()  # No storage of torch's own.
