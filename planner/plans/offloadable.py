@@ -34,18 +34,15 @@ def kept_offload_units(profile: Profile, k: int) -> tuple[int, ...]:
 
 def offload_units_among(ops: StageOps, *, with_input: bool) -> tuple[int, ...]:
     """``kept_offload_units`` by a stage's ops alone; ``with_input``: its input, too, lives for this stage alone."""
-    kept = {number for number in ops.saves if number >= 0}
-    units = (
+    saved = set(ops.saves)
+    return tuple(
         number
         for number, storage in enumerate(ops.storages)
-        if storage.size_bytes >= SMALLEST_OFFLOAD_UNIT_BYTES
+        if number in saved
+        and storage.size_bytes >= SMALLEST_OFFLOAD_UNIT_BYTES
         and not storage.returned
-        and (
-            (storage.op >= 0 and number in kept and not storage.always_live)
-            or (storage.dies_after_stage and with_input and number in kept)
-        )
+        and ((storage.op >= 0 and not storage.always_live) or (storage.dies_after_stage and with_input))
     )
-    return tuple(units)
 
 
 def kept_offload_unit_bytes(profile: Profile, k: int) -> tuple[int, ...]:

@@ -157,12 +157,12 @@ class KeptRuns:
         """
         saved, output = rerun_keeping(forward, state, args, kwargs, saw)
         kept: list[Any] = saved
-        if self._sends(position):
+        if sends := self._sends(position):
             kept = [tensor if tensor is NOT_NEEDED else OffloadableTensor(tensor) for tensor in saved]
         if returned is not None:
             outputs = tensors_in(output)
             returned.take_the_place_of(outputs, [*outputs, *_held_by(kept)])
-        if self._sends(position):
+        if sends:
             assert self.transfers is not None
             sent = [tensor if isinstance(tensor, OffloadableTensor) else None for tensor in kept]
             self.transfers.kept(position, 0, sent)

@@ -12,12 +12,12 @@ import pytest
 import planner
 from planner import ProfileError, zoo
 from planner.cli.shell import NO_PLAN
-from profiler.measurement import meter
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.workload.workload import Workload
 from tests.support.command_line import run
 from tests.support.nightly import by_day
 from tests.support.odd_models import workload
+from tests.support.step_peaks import noted_peaks
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 4, "hidden": 32, "seq": 16, "vocab": 200},
@@ -162,16 +162,7 @@ def test_a_step_of_the_user_s_own_is_profiled_within_a_limit() -> None:
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The peaks of all steps under the memory meter."""
-    peaks: list[int] = []
-    cumulated = meter._cumulated
-
-    def noted(*args: Any) -> Any:
-        phases = cumulated(*args)
-        peaks.append(max(phase.peak_bytes for _, phase in phases))
-        return phases
-
-    monkeypatch.setattr(meter, "_cumulated", noted)
-    return peaks
+    return noted_peaks(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import planner
 from profiler.capture.step_dataflow import step_graph_of
-from profiler.measurement import captured_stages, frugal_measuring, meter
+from profiler.measurement import captured_stages, frugal_measuring
 from profiler.measurement.meter import Meter, memory_meter
 from profiler.records import MenuRecord
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, state_after
+from tests.support.step_peaks import noted_peaks
 
 WIDTH = 32
 
@@ -41,16 +42,7 @@ def workload() -> Workload:
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The peaks of all steps under the memory meter."""
-    peaks: list[int] = []
-    cumulated = meter._cumulated
-
-    def noted(*args: Any) -> Any:
-        phases = cumulated(*args)
-        peaks.append(max(phase.peak_bytes for _, phase in phases))
-        return phases
-
-    monkeypatch.setattr(meter, "_cumulated", noted)
-    return peaks
+    return noted_peaks(monkeypatch)
 
 
 def shape_of(menu: MenuRecord) -> Any:
