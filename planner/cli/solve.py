@@ -89,7 +89,7 @@ def solve_command(
     With --rules the plan does what these state, and only the rest, if it is to be solved for, is chosen. --budget may
     then be left out.
 
-    With --verify (and --set, as for profile) the plan is held against its own run, stage by stage: programs and
+    With --verify (and --set, as for profile) the plan is checked against its own run, stage by stage: programs and
     second runs whose seconds are off by more than a tenth are corrected, and it is solved again. Of three plans at most
     the fastest is written.
 

@@ -122,7 +122,7 @@ class FrugalStep(DropsEvaluations, ReplacingStep):
     Args:
         probe, meter: as for ``MarkedStep``.
         shared: of its stages.
-        kept: what is not dropped; also stages that are no part of ``instead``.
+        kept: the stages and boundaries that the step keeps, beside the stages in ``instead``.
         instead: as for ``ReplacingStep``.
     """
 

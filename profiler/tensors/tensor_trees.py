@@ -202,7 +202,7 @@ def _map_dataclass(change: Callable[[Any], Any], tree: Any, kind: type, known: _
 
 
 def contents_of(tree: Any, kind: type = Tensor) -> Any:
-    """What ``map_tensors`` rebuilds in a tree that is no tuple, list or dict, as plain containers.
+    """The items and attributes of an object that ``map_tensors`` rebuilds, in plain containers.
 
     Args:
         tree: a named tuple, a registered container, a dataclass or an object.
