@@ -12,7 +12,7 @@ from profiler.records import Profile
 from solvers.chain.minimum_memory import shortage
 
 _MOST_OPS = 600  # of a forward: the programs of more ops at once take minutes to find
-_SHARED = 0.1  # of what a step takes beyond its states: so much held by several stages makes a tangle of a chain
+_SKIPPED = 0.01  # of what a step takes beyond its states: so much read past the next stage makes it worth a look
 _BUDGETS = (0.25, 0.5, 0.75)  # of the way from the smallest budget of both up to the unplanned peak
 _SECONDS = 1.5  # for each plan
 
@@ -42,8 +42,8 @@ def _may_be_better_whole(profile: Profile) -> bool:
     if len(planned) < 2:
         return True
     apart = any(not stages[k].links for k in planned[1:])
-    tangled_bytes = sum(shared.size_bytes for shared in profile.shared if len(shared.savers) > 1 or shared.readers)
-    return apart or tangled_bytes > _SHARED * (profile.unplanned_peak_bytes - profile.resident.total)
+    skipped_bytes = sum(shared.size_bytes for shared in profile.shared if shared.readers)
+    return apart or skipped_bytes > _SKIPPED * (profile.unplanned_peak_bytes - profile.resident.total)
 
 
 def _is_better(whole: Profile, parts: Profile) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, interpolate, layer_norm
 
 import planner
+from planner.zoo import build
 from tests.support.exactness import assert_same, state_after
 
 WIDTH, BATCH, SIDE = 32, 64, 16
@@ -125,6 +126,13 @@ def test_a_model_without_blocks_is_one_stage_without_being_asked_for() -> None:
     assert [stage.name for stage in alone.stages] == [stage.name for stage in whole.stages]
     budget = budgets(whole)[1]
     assert planner.solve(alone, budget).predicted_peak_bytes <= budget < whole.unplanned_peak_bytes
+
+
+@pytest.mark.slow
+def test_blocks_that_read_far_back_are_one_stage_where_its_plans_are_faster() -> None:
+    profile = planner.profile(build("unet", image=64, hidden=8, batch=8))
+    (stage,) = [stage for stage in profile.stages if stage.kind == "stage"]
+    assert stage.name == "the model"
 
 
 @pytest.mark.slow

@@ -117,12 +117,14 @@ def names_of(work: Workload, **settings: Any) -> list[str]:
 @pytest.mark.slow
 def test_stages_are_the_blocks_of_the_zoo_models() -> None:
     small = {"layers": 4, "hidden": 32, "heads": 2, "batch": 2}
-    assert {f"transformer.h.{i}" for i in range(4)} <= set(names_of(build("gpt2", seq=16, **small)))
-    assert {f"bert.encoder.layer.{i}" for i in range(4)} <= set(names_of(build("bert", seq=16, **small)))
-    assert {f"model.layers.{i}" for i in range(4)} <= set(names_of(build("llama", seq=16, **small)))
-    assert {f"vit.layers.{i}" for i in range(4)} <= set(names_of(build("vit", image=32, patch=8, **small)))
-    assert {"down1", "down4", "mid", "up4", "up1"} <= set(names_of(build("unet", hidden=4, image=32, batch=2)))
-    found = names_of(build("resnet50", hidden=8, image=32, batch=4))
+    assert {f"transformer.h.{i}" for i in range(4)} <= set(names_of(build("gpt2", seq=16, **small), menus=False))
+    assert {f"bert.encoder.layer.{i}" for i in range(4)} <= set(names_of(build("bert", seq=16, **small), menus=False))
+    assert {f"model.layers.{i}" for i in range(4)} <= set(names_of(build("llama", seq=16, **small), menus=False))
+    assert {f"vit.layers.{i}" for i in range(4)} <= set(names_of(build("vit", image=32, patch=8, **small), menus=False))
+    assert {"down1", "down4", "mid", "up4", "up1"} <= set(
+        names_of(build("unet", hidden=4, image=32, batch=2), menus=False)
+    )
+    found = names_of(build("resnet50", hidden=8, image=32, batch=4), menus=False)
     assert {"resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.3.layers.2"} <= set(found)
 
 
