@@ -73,11 +73,13 @@ def with_exact_programs(profile: Profile, problem: Problem, schedule: Schedule, 
         schedule: of the chain, within the budget.
         seconds: for all searches together.
     """
-    rooms: dict[int, set[CallRoom]] = {}
-    for k, room in _rooms(profile, problem, schedule):
-        rooms.setdefault(profile.stages[k].menu, set()).add(room)
+    rooms: dict[tuple[int, bool], set[CallRoom]] = {}
+    for k, was_dropped, room in _rooms(profile, problem, schedule):
+        rooms.setdefault((profile.stages[k].menu, was_dropped), set()).add(room)
     menus = [*profile.menus]
-    searches = {menu: _spread(sorted(each)) for menu, each in rooms.items()}
+    searches: dict[int, list[CallRoom]] = {}
+    for (menu, _), each in rooms.items():
+        searches.setdefault(menu, []).extend(_spread(sorted(each)))
     count = sum(map(len, searches.values()))
     for menu, each in searches.items():
         menus[menu] = _with_programs_for(menus[menu], each, GraphSearch(time_limit_seconds=seconds / count))
@@ -96,49 +98,63 @@ def _with_programs_for(menu: MenuRecord, rooms: Iterable[CallRoom], search: Grap
     return menu
 
 
-def _rooms(profile: Profile, problem: Problem, schedule: Schedule) -> Iterable[tuple[int, CallRoom]]:
-    """Per stage that a schedule runs as a program, or runs again, the room that it leaves."""
+def _rooms(profile: Profile, problem: Problem, schedule: Schedule) -> Iterable[tuple[int, bool, CallRoom]]:
+    """Per stage that a schedule runs as a program, or runs again, the room that it leaves.
+
+    For one that is dropped first there are two: of its last run, and, marked, of a program from its first run on.
+    """
     timeline = replay(problem.chain, schedule, problem.link).timeline
+    first: dict[int, int] = {}
     latest: dict[int, int] = {}
-    seen: set[int] = set()
     for place, entry in enumerate(timeline):
         k = entry.action.stage
         if entry.action.kind in RUNS:
-            if entry.action.option is not None and (entry.action.option or k in seen):
+            if entry.action.option is not None and (entry.action.option or k in first):
                 latest[k] = place
-            seen.add(k)
+            first.setdefault(k, place)
         elif entry.action.kind == "backward" and k in latest:
             menu = profile.menus[profile.stages[k].menu] if profile.stages[k].menu >= 0 else None
-            if menu is not None and menu.once is not None:
-                yield k, _room(menu, problem, timeline[latest[k] : place + 1])
+            if menu is None or menu.once is None:
+                continue
+            yield k, False, _room(menu, problem, timeline[latest[k] : place + 1], 0)
+            if first[k] < latest[k]:
+                yield k, True, _room(menu, problem, timeline[first[k] : place + 1], latest[k] - first[k])
 
 
-def _room(menu: MenuRecord, problem: Problem, entries: Sequence[ReplayedAction]) -> CallRoom:
-    """What is left of the budget from a run of a stage to its backward, in terms of the replay of its call."""
+def _room(menu: MenuRecord, problem: Problem, entries: Sequence[ReplayedAction], latest: int) -> CallRoom:
+    """What is left of the budget from a run of a stage to its backward, in terms of the replay of its call.
+
+    Args:
+        menu: of the stage.
+        problem: its chain, and the budget.
+        entries: from the run to the backward.
+        latest: the place among them of the run that its backward follows; before it nothing of the stage is kept.
+    """
     run, backward = entries[0], entries[-1]
     options = problem.chain.stages[run.action.stage].options
-    chosen = options[run.action.option or 0]
-    number = next(
-        n for n, each in enumerate(menu.options) if each.runs is not None and n + 1 >= (run.action.option or 1)
-    )
-    like, option = options[number + 1], menu.options[number]
+    number = entries[latest].action.option or 0
+    chosen = options[number]
+    known = next(n for n, each in enumerate(menu.options) if each.runs is not None and n + 1 >= (number or 1))
+    like, option = options[known + 1], menu.options[known]
     assert menu.graph is not None and option.runs is not None
     own = call_replay(menu.graph, option.runs)
     budget_bytes = problem.budget_bytes
     again = run.action.kind == "recompute"
     own_peak_bytes = like.recompute_peak_bytes if again else like.forward_peak_bytes
     # As if it ran as the program whose replay is at hand.
-    change_bytes = like.kept_bytes + like.kept_output_bytes - chosen.kept_bytes - chosen.kept_output_bytes
+    like_bytes = like.kept_bytes + like.kept_output_bytes
+    change_bytes = like_bytes - chosen.kept_bytes - chosen.kept_output_bytes
     forward_room = budget_bytes - run.before_bytes - own_peak_bytes
     backward_room = budget_bytes - backward.before_bytes - change_bytes - like.backward_peak_bytes
     forward_bytes = max(0, own.forward_peak_bytes + forward_room)
     backward_bytes = max(0, own.backward_peak_bytes + backward_room)
-    between = max((entry.peak_bytes for entry in entries[1:-1]), default=None)
-    if between is None:
+    alive = [entry.peak_bytes + like_bytes for entry in entries[1:latest]]
+    alive += [entry.peak_bytes + change_bytes for entry in entries[latest + 1 : -1]]
+    if not alive:
         between_bytes = max(forward_bytes, backward_bytes)
     else:
         handed_bytes = own.kept_bytes + _returned_bytes(menu.graph)
-        between_bytes = max(0, handed_bytes + budget_bytes - between - change_bytes)
+        between_bytes = max(0, handed_bytes + budget_bytes - max(alive))
     return CallRoom(forward_bytes, between_bytes, backward_bytes)
 
 

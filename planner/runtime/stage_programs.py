@@ -84,9 +84,10 @@ class StagePrograms:
             return None
         why = ""
         bound = self._bound.setdefault((position, module), [])
-        for each in bound:
+        for place, each in enumerate(bound):
             refusal = each.guard.refusal(args, kwargs) or (_OTHER_LAYOUT if each.program.lay_otherwise else "")
             if not refusal:
+                bound.insert(0, bound.pop(place))  # The next call is asked about it first.
                 return each.program
             why = why or refusal
         if len(bound) < _MOST_CAPTURES:

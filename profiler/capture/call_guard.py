@@ -27,21 +27,25 @@ class CallGuard:
         module, args, kwargs: of the call that was captured, as they are before it.
     """
 
-    __slots__ = ("_globals", "_module", "_modules", "_parameters", "_tensors", "_torch", "_tree")
+    __slots__ = ("_flat", "_globals", "_module", "_modules", "_parameters", "_tensors", "_torch", "_trained", "_tree")
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
+        self._flat = _flat(args, kwargs)
         self._tree = _frozen(without_tensors((args, kwargs)))
         self._tensors = [*map(_layout, tensors)]
         self._torch = TorchState(device_of(tensors))
         self._module = module
         with without_forward(module):
             self._modules = ModuleState(module, (), units_of(module), values=False)
-        self._parameters = [(p, p.requires_grad) for p in module.parameters()]
+        self._parameters = [*module.parameters()]
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._globals = [each for each in globals_of_forwards(module) if isinstance(each[2], _PLAIN)]
 
     def other_arguments(self, args: Any, kwargs: Any) -> str:
         """What is another in the arguments of a call than it was in the captured one; empty where nothing is."""
+        if self._flat is not None and _flat(args, kwargs) == self._flat:
+            return ""
         tensors = tensors_in((args, kwargs))
         if len(tensors) != len(self._tensors) or _frozen(without_tensors((args, kwargs))) != self._tree:
             return "it is called with other arguments"
@@ -57,7 +61,7 @@ class CallGuard:
         with without_forward(self._module):
             if not self._modules.holds_what_it_held():
                 return "its modules hold something else (an attribute, a hook, a mode)"
-        if any(parameter.requires_grad is not trained for parameter, trained in self._parameters):
+        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
             return "other parameters are trained"
         if any(space.get(name) is not value for space, name, value in self._globals):
             return "a global that it reads is another"
@@ -116,6 +120,19 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+
+
+def _flat(args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """How the arguments lie, and which plain values they are; None where any is something else."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(_layout(value))
+        elif isinstance(value, _PLAIN):
+            found.append((type(value), value))
+        else:
+            return None
+    return tuple(kwargs), *found
 
 
 def _frozen(tree: Any, outer: tuple[int, ...] = ()) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import dict_version
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -88,6 +89,8 @@ class ModuleState:
         "_units",
         "_values",
         "_variables",
+        "_versioned",
+        "_versions",
     )
 
     def __init__(
@@ -113,6 +116,8 @@ class ModuleState:
         self._changing: set[int] = set()  # of those that it changes
         self._values: dict[int, UncountedCopy] = {}
         self._found: list[Tensor] = []  # parameters
+        self._versions: list[int] | None = None  # of the dicts that held, as they were looked at last, what they held
+        self._versioned: list[dict[Any, Any]] | None = None
         if inputs is None:
             under = _modules_under(module)
             self._known.update(map(id, under))
@@ -380,14 +385,28 @@ class ModuleState:
         Of arrays and generators the contents count, of long containers how long they are and both their ends.
         """
         return (
-            all(_are_same(_copied(holder), before) for holder, before in self._differing())
-            and not any(self._empty)
+            self._dicts_hold()
             and all(all(map(operator.is_, in_slots(value), before)) for value, before in self._slotted)
             and all(value is now for cell, value in self._variables for now in in_cell(cell))
             and all(space.get(name) is value for space, name, value in self._globals)
             and all(_same_state(ways[0](each), state) for each, ways, state in self._generators)
             and all(one.is_as_it_was() for one in self._long)
         )
+
+    def _dicts_hold(self) -> bool:
+        """Whether containers hold what they held; dicts to which nothing was written are not looked into."""
+        own = vars(self._module)  # in which a patched forward comes and goes
+        if self._versioned is None:
+            dicts = (holder for holder, _ in self._contents if type(holder) is dict and holder is not own)
+            self._versioned = [*dicts, *self._empty]
+        versions = [*map(dict_version, self._versioned)]
+        if versions == self._versions:
+            contents = ((h, before) for h, before in self._contents if type(h) is not dict or h is own)
+            return all(_are_same(_copied(holder), before) for holder, before in contents)
+        if any(self._empty) or not all(_are_same(_copied(holder), before) for holder, before in self._differing()):
+            return False
+        self._versions = versions
+        return True
 
     def _differing(self) -> list[tuple[Any, Any]]:
         """The holders that may hold something else than they held, with that: looking at all dicts at once is quick."""

@@ -62,11 +62,27 @@ _FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
 ]  # fmt: skip
 _READERS = tuple(read for read, _ in _FLAGS)
+# Kernels read these as they run, and no function chooses other ops by them.
+_OF_KERNELS = (
+    torch.get_num_threads,
+    torch.is_anomaly_enabled,
+    _C._get_deterministic_fill_uninitialized_memory,
+    _precisions,
+    *(getattr(_C, f"_get_{flag}", None)
+      for flag in ("mkldnn_deterministic", "cudnn_benchmark", "cudnn_deterministic", "nnpack_enabled",
+                   "linalg_preferred_backend")),
+)  # fmt: skip
+_READERS_OF_OPS = tuple(read for read in _READERS if read not in _OF_KERNELS)
 
 
 def flags_now() -> list[Any]:
     """The flags that kernels read."""
     return [read() for read in _READERS]
+
+
+def flags_of_ops_now() -> list[Any]:
+    """Those of the flags by which functions choose the ops that they call."""
+    return [read() for read in _READERS_OF_OPS]
 
 
 def set_flags(flags: list[Any], now: list[Any]) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.plans.call_programs import program_menu
+import planner
+from planner.plans.call_programs import program_menu, with_exact_programs
+from planner.plans.cost_model import chain_of
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import CapturedCall, capture_call
 from profiler.capture.programs import StepOrder
@@ -17,6 +19,7 @@ from profiler.measurement.op_costs import measured_graph
 from profiler.program_replay import CallReplay, call_replay
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 from profiler.step_replay import StepRuns, runs_once
+from solvers import Problem
 
 
 def by_hand() -> StepGraph:
@@ -120,3 +123,14 @@ def test_every_choice_keeps_what_it_says_and_computes_the_same(
         assert torch.equal(got, expected)
         for one, other in zip(planned.parameters(), plain.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_a_dropped_stage_gets_a_program_for_the_room_from_its_first_run_on(blocks: planner.Profile) -> None:
+    captured = [stage for stage in blocks.stages if stage.menu >= 0]
+    dropped = planner.state(blocks, planner.Rules(checkpoints=[stage.name for stage in captured]))
+    problem = Problem(chain=chain_of(blocks), budget_bytes=dropped.predicted_peak_bytes)
+    more = with_exact_programs(blocks, problem, dropped.schedule, seconds=3.0)
+    known = {id(option) for menu in blocks.menus for option in menu.options}
+    new = [option for menu in more.menus for option in menu.options if id(option) not in known]
+    assert max(option.freed_bytes for option in new) > captured[0].kept_bytes / 2
+    assert any(option.ops_again for option in new)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_outputs import BaseModelOutput
 
 import planner
@@ -64,6 +65,7 @@ def test_the_same_call_passes() -> None:
 def test_a_change_of_the_module_is_refused(name: str) -> None:
     block, (change, said) = Block(), CHANGES[name]
     guard = CallGuard(block, (torch.randn(2, 4),), {})
+    assert guard.refusal((torch.randn(2, 4),), {}) == ""
     try:
         change(block)
         assert said in guard.refusal((torch.randn(2, 4),), {})
@@ -77,10 +79,28 @@ def test_other_arguments_are_refused(name: str) -> None:
     assert "it is called with" in guard.refusal(*CALLS[name])
 
 
-def test_other_settings_of_torch_are_refused() -> None:
+def test_what_was_written_and_is_as_it_was_passes() -> None:
+    block = Block()
+    guard = CallGuard(block, (torch.randn(2, 4),), {})
+    for _ in range(2):
+        block.dropout.p, rate = 0.2, block.dropout.p
+        assert "modules hold something else" in guard.refusal((torch.randn(2, 4),), {})
+        block.dropout.p = rate
+        assert guard.refusal((torch.randn(2, 4),), {}) == ""
+
+
+def test_settings_of_torch_by_which_ops_are_chosen_are_refused() -> None:
     guard = CallGuard(Block(), (torch.randn(2, 4),), {})
     with torch.autocast("cpu", torch.bfloat16):
         assert "torch's settings" in guard.refusal((torch.randn(2, 4),), {})
+    with sdpa_kernel(SDPBackend.MATH):
+        assert "torch's settings" in guard.refusal((torch.randn(2, 4),), {})
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert guard.refusal((torch.randn(2, 4),), {}) == ""
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_modules_of_one_structure_differ_in_the_attributes_that_differ() -> None:
