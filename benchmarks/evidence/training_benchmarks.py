@@ -120,6 +120,21 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="equal-budget",
+            module="benchmarks.equal_budget",
+            full="",
+            quick=None,
+            minutes=25,
+            tables=(
+                Table(
+                    name="equal-budget",
+                    what="the time of plans of ten networks at five budgets each, in turns with both kinds of plans that "
+                    "release 0.2 had",
+                    says=says.equal_budget,
+                ),
+            ),
+        ),
+        Benchmark(
             name="recording",
             module="benchmarks.recording",
             full="",

@@ -61,6 +61,17 @@ def extra_seconds(frame: Frame) -> str:
     )
 
 
+def equal_budget(frame: Frame) -> str:
+    """Plans against earlier ones at the same budgets."""
+    dear = frame[frame.stages_slowdown > 1.1]
+    halved = dear.now_slowdown - 1 <= (dear.stages_slowdown - 1) / 2
+    return (
+        f"{frame.now_over_best.median():.3f} of the time of the faster of the two earlier plans (median), "
+        f"{frame.now_over_best.max():.3f} (most); at most half the extra time of the earlier plans of stages in "
+        f"{of(int(halved.sum()), len(dear))} budgets where that is above 10 %"
+    )
+
+
 def recording(frame: Frame) -> str:
     """Remembering what a second run sees."""
     return (
