@@ -128,8 +128,8 @@ PREDICTED = Topic(
             tables=(
                 Table(
                     name="equal-budget",
-                    what="the time of plans of ten networks at five budgets each, in turns with both kinds of plans that "
-                    "release 0.2 had",
+                    what="the time of plans of ten networks at five budgets each, in turns with both kinds of plans of "
+                    "release 0.2",
                     says=says.equal_budget,
                 ),
             ),
