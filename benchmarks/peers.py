@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,10 +31,10 @@ def rows_of(name: str, peers: Iterable[Peer], rounds: int, settings: dict[str, A
     ours = build(name, **settings)
     profile = planner.profile(ours)
     for peer in peers:
-        theirs = build(name, **settings)
+        theirs, planned = build(name, **settings), build(name, **settings)
         with peer.installed(theirs):
             peak = planner.measure(theirs, repeats=1).peak_bytes
-            found = against(theirs, ours, plan_within(profile, peak), rounds)
+            found = against(theirs, ours, planned, plan_within(profile, peak), rounds)
         head = {"model": name, "peer": peer.name, "backend": peer.backend, "setting": peer.setting}
         yield {**head, "peer_peak_MiB": peak / MIB, **found}
 
@@ -47,16 +48,20 @@ def plan_within(profile: planner.Profile, peak_bytes: int) -> planner.Plan | Non
 
 
 def against(
-    theirs: planner.Workload, ours: planner.Workload, plan: planner.Plan | None, rounds: int
+    theirs: planner.Workload, ours: planner.Workload, planned: planner.Workload, plan: planner.Plan | None, rounds: int
 ) -> dict[str, float | bool]:
-    """Seconds of the peer's, our and the plain eager step, taken in turns, and our peak."""
+    """Seconds of the peer's step, the plain eager one and that of a model with the plan, in turns, and its peak."""
     ways = {"plain": timed_step(ours), "peer": timed_step(theirs)}
-    if plan is not None:
-        ways["plan"] = timed_step(ours, plan)
-    with preserved(theirs), preserved(ours):
-        times = in_turns(ways, rounds)
+    with contextlib.ExitStack() as applied:
+        peak_bytes = math.nan
+        if plan is not None:
+            applied.enter_context(planner.apply(planned.model, plan))
+            peak_bytes = planner.measure(planned, repeats=1).peak_bytes
+            ways["plan"] = timed_step(planned)
+        with preserved(theirs), preserved(ours), preserved(planned):
+            times = in_turns(ways, rounds)
     return {
-        "plan_peak_MiB": math.nan if plan is None else planned_peak(ours, plan) / MIB,
+        "plan_peak_MiB": peak_bytes / MIB,
         "peer_seconds": times.median("peer"),
         "plan_seconds": math.nan if plan is None else times.median("plan"),
         "plan_over_peer": math.nan if plan is None else times.ratio("plan", "peer"),
@@ -66,12 +71,6 @@ def against(
         "plan_gap": math.nan if plan is None else plan.gap,
         "plan_recomputed_ops": 0 if plan is None else plan.recomputed_ops,
     }
-
-
-def planned_peak(workload: planner.Workload, plan: planner.Plan) -> int:
-    """The measured peak of a step under the plan."""
-    with planner.apply(workload.model, plan):
-        return planner.measure(workload, repeats=1).peak_bytes
 
 
 def settings_of(name: str, device: str) -> dict[str, Any]:

@@ -360,7 +360,7 @@ class DroppedStage:
                 saved = [_HandedOver(program.program, held)]
         if self._returned is not None:
             self._returned.take_the_place_of(outputs, [*outputs, *(t for t in held if isinstance(t, Tensor))])
-        differentiable = program.program.captured.differentiable
+        differentiable = program.program.differentiable
         return saved, [with_other_history(t) if takes else t for t, takes in zip(outputs, differentiable, strict=True)]
 
     def _note_undefined(self, second: Mapping[int, Values], args: Any, kwargs: Any) -> None:

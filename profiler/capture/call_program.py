@@ -58,6 +58,7 @@ class CallProgram:
         both: places among these of those that both ops of backward read and ops that run again.
         arguments_in_backward: numbers of the tensors among the arguments that backward reads where each op runs once.
         draws: whether any op draws random numbers.
+        differentiable: of each tensor in the output, whether the call makes it and it takes a gradient.
     """
 
     def __init__(self, captured: CapturedCall, order: StepOrder, compiled: Compiled | None = None) -> None:
@@ -75,6 +76,8 @@ class CallProgram:
         step = captured.with_arguments(step_graph_of(captured.graph))
         self.arguments_in_backward = {n for op in step.ops if op.side == "backward" for n in op.arguments}
         self.draws = any(map(draws, (*captured.graph.module.graph.nodes,)))
+        takes = iter(captured.differentiable)
+        self.differentiable = [passed is None and next(takes) for passed in captured.passed_on]
         self.statistics = _statistics_among(captured)
         self.contributions = _contributions(captured)
         inputs = [number for number, _ in self.contributions]
@@ -188,24 +191,25 @@ class BoundProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns for these arguments."""
-        return self._seen(lambda: self._returned(_Call.apply(self, *self._repeated(args, kwargs))))
+        return self._seen(lambda: self._returned(_Call.apply(self, *self._repeated(args, kwargs)), args, kwargs))
 
     def dropping(self, saved: Saved, args: Any, kwargs: Any) -> Any:
         """The same, handing nothing over to backward, which asks ``saved`` for it."""
-        return self._seen(lambda: self._returned(_DroppedCall.apply(self, saved, *self._repeated(args, kwargs))))
+        inputs = self._repeated(args, kwargs)
+        return self._seen(lambda: self._returned(_DroppedCall.apply(self, saved, *inputs), args, kwargs))
 
     def outputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a second run of the call returns, without history; buffers stay as they are."""
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = self._seen(lambda: self.program.outputs_code(self._inputs(args, kwargs)))
-        return list(made[len(self._written) :])
+        return self._with_passed_on(made[len(self._written) :], args, kwargs)
 
     def handed_over(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Tensor]]:
         """What a second run of the call hands over to backward, and the tensors that it returns."""
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = self._seen(lambda: self.program.forward_code(self._inputs(args, kwargs)))
         returned = self.program.captured.graph.forward_outputs
-        return list(made[returned:]), list(made[len(self._written) : returned])
+        return list(made[returned:]), self._with_passed_on(made[len(self._written) : returned], args, kwargs)
 
     def held(self) -> list[Tensor]:
         """The parameters and buffers that what a call makes for backward depends on."""
@@ -243,8 +247,15 @@ class BoundProgram:
         inputs = self._inputs(args, kwargs)
         return [inputs[number] for number, _ in self.program.contributions]
 
-    def _returned(self, outputs: Sequence[Tensor]) -> Any:
-        return with_tensors(self.program.captured.returned, outputs)
+    def _returned(self, made: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        return with_tensors(self.program.captured.returned, self._with_passed_on(made, args, kwargs))
+
+    def _with_passed_on(self, made: Sequence[Tensor], args: Any, kwargs: Any) -> list[Tensor]:
+        """All tensors of the output, of which the call makes these, and returns the others as it was given them."""
+        if len(made) == len(self.program.captured.passed_on):
+            return list(made)
+        arguments, own = tensors_in((args, kwargs)), iter(made)
+        return [next(own) if n is None else arguments[n] for n in self.program.captured.passed_on]
 
 
 def _table_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
@@ -406,9 +417,15 @@ def _observed(call: Forward, bound: Forward, module: nn.Module, args: Any, kwarg
     trained = [tensor for tensor in outputs if tensor.requires_grad]
     # What others contribute to the gradients of inputs comes first, as of tensors that calls share.
     trained += [t * 1 for t in sources.values()]
-    layouts = bound.program.layouts if isinstance(bound, BoundProgram) else []
-    strides = [stride for _, stride in layouts] + [None] * len(trained)
-    numbers = [_numbers_like(tensor, stride) for tensor, stride in zip(trained, strides, strict=False)]
+    strides: list[Sequence[int] | None] = [None] * len(trained)
+    if isinstance(bound, BoundProgram):
+        layouts = dict(zip(bound.program.captured.tangents, bound.program.layouts, strict=True))
+        passed_on = bound.program.captured.passed_on
+        made = [number for number, passed in enumerate(passed_on) if passed is None]
+        takes = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
+        for tangent, (_, stride) in layouts.items():
+            strides[takes.index(made[tangent])] = stride
+    numbers = [_numbers_like(tensor, stride) for tensor, stride in zip(trained, strides, strict=True)]
     seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}
     # A loop goes backward outside of autocast, as a rule.
     for autocast in dict.fromkeys((False, torch.is_autocast_enabled(drawn_on.type))):

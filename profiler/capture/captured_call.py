@@ -78,8 +78,9 @@ class CapturedCall:
         sources: of each input of the forward: the name of a parameter or buffer of the module, or the number of a
             tensor in the call's arguments.
         returned: the call's output, with what stands for its tensors.
-        differentiable: of each tensor in the output, whether it takes a gradient.
-        tangents: of each gradient that the backward takes, the number of the tensor in the output that it is of.
+        passed_on: of each tensor in the output, the number of the argument that it is; None where the call makes it.
+        differentiable: of each tensor that it makes for the output, whether it takes a gradient.
+        tangents: of each gradient that the backward takes, the number among these of the tensor that it is of.
         gradients: of each input of the forward, which outputs of the backward add up to its gradient, in this order:
             one for each use, since what other calls contribute may have to come before them in the sum.
         written: names of buffers that get new contents as the forward ends, in the order of its first outputs.
@@ -88,6 +89,7 @@ class CapturedCall:
     graph: JointGraph
     sources: tuple[str | int, ...]
     returned: Any
+    passed_on: tuple[int | None, ...]
     differentiable: tuple[bool, ...]
     tangents: tuple[int, ...]
     gradients: tuple[tuple[int, ...], ...]
@@ -172,7 +174,8 @@ def capture_call(
     outputs = joint._aot_state.fw_metadata.output_info
     if any(each.output_type.name not in _FRESH for each in outputs):
         raise CaptureError(
-            "expected a call that returns tensors of its own, got one that returns an input, or a view of something"
+            "expected a call that returns tensors of its own or its arguments, got one that returns a parameter, or a "
+            "view of something"
         )
     module_graph = joint.graph_module
     (output,) = module_graph.graph.find_nodes(op="output")
@@ -191,7 +194,7 @@ def capture_call(
         )
     _hold_constants_uncounted(graph)
     described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
-    return _described(JointGraph(module_graph, forward_outputs), described, flat.returned, outputs)
+    return _described(JointGraph(module_graph, forward_outputs), described, flat, outputs)
 
 
 def _hold_constants_uncounted(graph: JointGraph) -> None:
@@ -284,11 +287,12 @@ def _containers_in_globals(module: nn.Module) -> list[Any]:
 
 
 class _FlatCall(nn.Module):
-    """A call that takes a list of tensors and returns one."""
+    """A call that takes a list of tensors and returns one, without those that it takes."""
 
     def __init__(self, module: nn.Module, forward: Forward, arguments: Any) -> None:
         super().__init__()
         self.module, self.returned, self.changed_arguments = module, None, False
+        self.passed_on: tuple[int | None, ...] = ()
         self._forward: Callable[..., Any] = forward
         self._arguments = arguments
 
@@ -297,8 +301,10 @@ class _FlatCall(nn.Module):
         output = self._forward(*args, **kwargs)
         left = tensors_in((args, kwargs))
         self.changed_arguments = len(left) != len(tensors) or any(map(operator.is_not, left, tensors))
-        self.returned = without_tensors(output)
-        return tuple(tensors_in(output))
+        self.returned, made = without_tensors(output), tensors_in(output)
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self.passed_on = tuple(numbers.get(id(tensor)) for tensor in made)
+        return tuple(tensor for tensor in made if id(tensor) not in numbers)
 
 
 def _split_sums(graph: JointGraph, described: Sequence[Any]) -> list[Any]:
@@ -334,7 +340,7 @@ def _is_sum(node: Any) -> bool:
     return all(isinstance(each, Tensor) and each.shape == shape for each in parts) and len(node.users) <= 1
 
 
-def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -> CapturedCall:
+def _described(graph: JointGraph, described: Any, flat: _FlatCall, outputs: Any) -> CapturedCall:
     from torch._functorch._aot_autograd.descriptors import (
         BufferAOTInput,
         InputMutationAOTOutput,
@@ -367,7 +373,8 @@ def _described(graph: JointGraph, described: Any, returned: Any, outputs: Any) -
     return CapturedCall(
         graph=graph,
         sources=sources,
-        returned=returned,
+        returned=flat.returned,
+        passed_on=flat.passed_on,
         differentiable=tuple(each.requires_grad for each in outputs),
         tangents=tuple(tangents),
         gradients=tuple(tuple(gradients.get(node.meta["desc"], ())) for node in graph.inputs),

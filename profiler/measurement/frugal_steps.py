@@ -164,5 +164,5 @@ class FrugalSavingStep(FrugalStep, SavingStep):
         self._inputs.update(storages_of(position, (args, kwargs)))
         output = FrugalStep.run_stage(self, position, forward, args, kwargs)
         self._outputs.update(storages_of(position, output))
-        self._note_gradients(position, output)
+        self._note_gradients(position, (args, kwargs), output)
         return output

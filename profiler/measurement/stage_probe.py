@@ -163,12 +163,14 @@ class SavingStep(MarkedStep):
             self._inputs.update(storages_of(position, (args, kwargs)))
             output = forward(*args, **kwargs)
             self._outputs.update(storages_of(position, output))
-        self._note_gradients(position, output)
+        self._note_gradients(position, (args, kwargs), output)
         self.varied += _varied(self._stages[position], len(saved))
         return output
 
-    def _note_gradients(self, position: int, output: Any) -> None:
-        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None]
+    def _note_gradients(self, position: int, given: Any, output: Any) -> None:
+        passed_on = {id(tensor) for tensor in tensors_in(given)}
+        made = (tensor for tensor in tensors_in(output) if id(tensor) not in passed_on)
+        trained = [tensor for tensor in made if tensor.requires_grad and tensor.grad_fn is not None]
         strides = self.gradient_strides[position] = [()] * len(trained)
 
         def note(number: int, gradient: Tensor) -> None:

@@ -22,6 +22,8 @@ Stages = Sequence[StagePattern] | Literal["whole"] | None
 # A finer cut must pay: with fewer, larger stages there is less to patch and more to choose inside them.
 # A cut is taken if its memory is at most this factor above the best cut's.
 COARSER_WITHIN = 1.25
+# The same for parts that are put together in one stage, which need not take all of that memory at once.
+TOGETHER_WITHIN = 2.0
 
 
 class StagesError(ValueError):
@@ -102,7 +104,8 @@ def best_cut(trace: Trace, usable: Callable[[Call], bool] = _usable) -> list[int
         return []
     limit = COARSER_WITHIN * min(memory for memory, _, _ in cuts)
     best = min((count, memory, cut) for memory, count, cut in cuts if memory <= limit)[2]
-    return _without_needless(trace, _with_chains_opened(trace, children, best, usable), weights)
+    opened = _without_needless(trace, _with_chains_opened(trace, children, best, usable), weights)
+    return _with_parts_together(trace, opened, usable, weights)
 
 
 def _without_needless(trace: Trace, cut: list[int], weights: Sequence[int]) -> list[int]:
@@ -124,6 +127,33 @@ def _with_chains_opened(
         else:
             opened.append(index)
     return sorted(opened)
+
+
+def _with_parts_together(
+    trace: Trace, cut: list[int], usable: Callable[[Call], bool], weights: Sequence[int]
+) -> list[int]:
+    """Replace stages by the call that they are the parts of, where no two of its parts are alike.
+
+    A block is planned op by op, and costs one call where its parts cost several; what repeats stays apart, as stages
+    that are alike are measured and planned once.
+    """
+    limit = TOGETHER_WITHIN * _memory_of(trace, cut, weights)
+    waiting = sorted({trace.calls[i].parent for i in cut}, reverse=True)
+    while waiting:
+        parent = waiting.pop(0)
+        inside = [i for i in cut if parent in trace.ancestors(i)]
+        if parent < 0 or len(inside) < 2 or not usable(trace.calls[parent]):
+            continue
+        kinds = [_kind(trace.calls[i].module) for i in inside]
+        together = sorted({*cut, parent} - {*inside})
+        if len(set(kinds)) == len(kinds) and _memory_of(trace, together, weights) <= limit:
+            cut = together
+    return cut
+
+
+def _kind(module: nn.Module) -> tuple[type, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """The class, and the shapes of the parameters."""
+    return type(module), tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
 
 
 def _is_pure_chain(trace: Trace, index: int, inner: list[int], usable: Callable[[Call], bool]) -> bool:

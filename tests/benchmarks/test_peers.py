@@ -153,7 +153,7 @@ def test_a_plan_within_a_peers_peak_stays_within_it():
 def test_a_peer_below_all_plans_is_said_to_be():
     workload = build("gpt2", **SMALL)
     assert peers.plan_within(planner.profile(workload), 1) is None
-    row = peers.against(workload, workload, None, 1)
+    row = peers.against(workload, workload, workload, None, 1)
     assert math.isnan(row["plan_over_peer"]) and row["peer_slowdown"] > 0
 
 

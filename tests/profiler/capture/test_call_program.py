@@ -45,6 +45,17 @@ class Several(nn.Module):
         return {"y": y.masked_fill(mask, 0.0), "z": (y.exp(), None), "kept": mask.sum(), "scale": scale}
 
 
+class PassingOn(nn.Module):
+    """Returns what it was given beside what it makes, as layers that share a bias do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, bias: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return bias, (self.linear(x) + bias).masked_fill(mask, 0.0), mask
+
+
 class Tied(nn.Module):
     """Uses one weight twice."""
 
@@ -66,6 +77,11 @@ def several() -> tuple[Any, dict[str, Any]]:
     return (torch.randn(4, 8, requires_grad=True) * 1,), {"mask": torch.rand(4, 8) < 0.5, "scale": 2.0, "more": more}
 
 
+def passing_on() -> tuple[Any, dict[str, Any]]:
+    bias = torch.randn(4, 8, requires_grad=True) * 1
+    return (torch.randn(4, 8, requires_grad=True) * 1,), {"bias": bias, "mask": torch.rand(4, 8) < 0.5}
+
+
 def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
 
@@ -80,6 +96,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, dict[str
     ),
     "seeing": (Seeing, dense),
     "several": (Several, several),
+    "passing on": (PassingOn, passing_on),
     "tied": (Tied, dense),
 }
 ORDERS: dict[str, Callable[[StepOrder], StepOrder]] = {
@@ -241,9 +258,13 @@ class Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-class Handing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+class Lending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.exp(), self.weight
 
 
 class Writing(nn.Module):
@@ -255,7 +276,7 @@ class Writing(nn.Module):
     ("module", "why"),
     [
         (Branching(), "traced as one graph"),
-        (Handing(), "of its own"),
+        (Lending(), "of its own"),
         (Writing(), "changes its arguments"),
         (Counting(), "sets attributes"),
         (Noting(), "sets attributes"),
@@ -317,3 +338,12 @@ def test_the_statistics_of_a_norm_are_written_as_its_kernel_does() -> None:
     program(x).sum().backward()
     assert statistics._version == version
     first.sum().backward()
+
+
+def test_what_is_passed_on_is_the_very_argument() -> None:
+    module, (args, kwargs) = PassingOn(), passing_on()
+    captured = capture_call(module, module.forward, args, kwargs)
+    program = CallProgram(captured, order_of(captured.graph)).bound(module)
+    bias, made, mask = program(*args, **kwargs)
+    assert bias is kwargs["bias"] and mask is kwargs["mask"] and made.grad_fn is not None
+    assert [tensor is None for tensor in program.outputs(args, kwargs)] == [False] * 3
