@@ -42,15 +42,17 @@ def program_menu(step: StepGraph, *, levels: int = 6, time_limit_seconds: float 
 
     Args:
         step: its ops, with what they cost.
-        levels: of kept bytes, from none to all, that programs are searched for.
+        levels: of kept bytes, from the least to all, that programs are searched for.
         time_limit_seconds: of all searches together.
     """
     once = call_replay(step, runs_once(step))
     once_bytes = max(once.forward_peak_bytes, once.backward_peak_bytes)
-    returned_bytes = _returned_bytes(step)
-    search = GraphSearch(time_limit_seconds=time_limit_seconds / (levels + _PEAK_LEVELS + 1))
+    most_bytes = once.kept_bytes + _returned_bytes(step)
+    search = GraphSearch(time_limit_seconds=time_limit_seconds / (levels + _PEAK_LEVELS + 2))
+    least_bytes = min(most_bytes, _least_between(step, once_bytes, search))
     rooms = [
-        CallRoom(once_bytes, once.kept_bytes * level // levels + returned_bytes, once_bytes) for level in range(levels)
+        CallRoom(once_bytes, least_bytes + (most_bytes - least_bytes) * level // levels, once_bytes)
+        for level in range(levels)
     ]
     least_bytes = _least_peak(step, search)
     for level in range(_PEAK_LEVELS):
@@ -181,6 +183,17 @@ def _least_peak(step: StepGraph, search: GraphSearch) -> int:
     except NoPlan as refusal:
         return refusal.minimum_budget_bytes
     return 1
+
+
+def _least_between(step: StepGraph, once_bytes: int, search: GraphSearch) -> int:
+    """The least that is there between forward and backward, as far as one is found."""
+    beside_bytes = 2 * once_bytes  # so much that nothing else decides
+    around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=beside_bytes)
+    try:
+        order_within(1, step, around, step_problem(step, around), search)
+    except NoPlan as refusal:
+        return refusal.minimum_budget_bytes - beside_bytes
+    return 0
 
 
 def _returned_bytes(step: StepGraph) -> int:

@@ -1,4 +1,4 @@
-"""Chooses between two cuts of a model whose parts do not form a chain: these parts, or the whole model as one stage."""
+"""Chooses between two cuts of a model of few ops: its parts as stages, or its whole call as one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from profiler.records import Profile
 from solvers.chain.minimum_memory import shortage
 
 _MOST_OPS = 600  # of a forward: the programs of more ops at once take minutes to find
+_FEW_OPS = 300  # so few are searched quickly: also where the stages form a chain
+_WORTH_BYTES = 32 * 2**20  # of activations: with fewer it is not
 _SKIPPED = 0.01  # of what a step takes beyond its states: so much read past the next stage makes it worth a look
 _BUDGETS = (0.25, 0.5, 0.75)  # of the way from the smallest budget of both up to the unplanned peak
 _SECONDS = 1.5  # for each plan
 
 
 def with_best_cut(parts: Profile, profile_whole: Callable[[], Profile]) -> Profile:
-    """The profile whose plans are faster: of the parts, or of the whole model where these form no chain.
+    """The profile whose plans are faster: of the parts, or of the whole model where that may be better.
 
     Args:
         parts: the profile with the stages that were found.
@@ -31,7 +33,7 @@ def with_best_cut(parts: Profile, profile_whole: Callable[[], Profile]) -> Profi
 
 
 def _may_be_better_whole(profile: Profile) -> bool:
-    """Whether the stages do not form a chain, and the ops of the model are few enough to be planned at once."""
+    """Whether the model's ops are few enough to be planned at once, and the stages form no chain or the ops are few."""
     stages = profile.stages
     ops = sum(stage.forward_ops for stage in stages)
     if profile.frugal or profile.evaluations > 1 or profile.beside or profile.left_out or ops > _MOST_OPS:
@@ -41,9 +43,12 @@ def _may_be_better_whole(profile: Profile) -> bool:
     planned = [k for k, stage in enumerate(stages) if stage.kind == "stage"]
     if len(planned) < 2:
         return True
+    dynamic_bytes = profile.unplanned_peak_bytes - profile.resident.total
+    if ops <= _FEW_OPS and dynamic_bytes >= _WORTH_BYTES:
+        return True
     apart = any(not stages[k].links for k in planned[1:])
     skipped_bytes = sum(shared.size_bytes for shared in profile.shared if shared.readers)
-    return apart or skipped_bytes > _SKIPPED * (profile.unplanned_peak_bytes - profile.resident.total)
+    return apart or skipped_bytes > _SKIPPED * dynamic_bytes
 
 
 def _is_better(whole: Profile, parts: Profile) -> bool:
