@@ -20,6 +20,7 @@ from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.records import MenuRecord
+from profiler.step_replay import StepRuns
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -58,7 +59,7 @@ class StagePrograms:
         for reruns in lowered.reruns.values():
             options |= {rerun.stage: rerun.option for rerun in reruns if rerun.mode == "keep"}
         self._options = {k: option for k, option in options.items() if option}
-        self._programs: dict[tuple[int, int], CallProgram] = {}
+        self._programs: dict[tuple[int, StepRuns], CallProgram] = {}  # stages of several menus may share a call
         self._bound: dict[tuple[int, nn.Module], list[_Bound]] = {}  # another module may take a stage's place
         self._refused: set[int] = set()
         self._failures: Counter[int] = Counter()
@@ -113,7 +114,7 @@ class StagePrograms:
         same_sizes = [*map(sizes_of, tensors_in((args, kwargs)))] == list(stage.input_shapes)
         gradients = GradientLayouts(stage.gradient_strides, same_sizes)
         call = self._call(menu, gradients, module, forward, args, kwargs)
-        key = id(call), self._options[position]
+        key = id(call), option.runs
         if key not in self._programs:
             self._programs[key] = CallProgram(call, StepOrder.of(menu.graph, option.runs), self._compiled)
         return _Bound(CallGuard(module, args, kwargs), self._programs[key].bound(module))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_every_plan_is_exact_and_takes_the_bytes_predicted(skips: bool) -> None:
             assert_same(trained(work.model, [work.inputs] * 2), expected)
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
         assert planner.Plan.from_document(plan.to_document(), "here") == plan
+
+
+@pytest.mark.slow
+def test_programs_of_two_menus_with_one_graph_are_not_mixed_up() -> None:
+    profile = planner.profile(workload(skips=True), stages=["Block"])
+    once, *others = profile.menus[2].options
+    mixed = replace(profile.menus[2], options=(once, *reversed(others)))
+    profile = replace(profile, menus=(*profile.menus[:2], mixed, *profile.menus[3:]))
+    for plan in plans(profile):
+        work = workload(skips=True)
+        with planner.apply(work.model, plan):
+            assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
 
 
 @pytest.mark.slow
