@@ -68,6 +68,7 @@ def test_the_full_form_without_a_gpu_says_so_and_succeeds(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_the_scaled_form_holds_every_batch_under_the_cap() -> None:
     found = headline_scaled.scaled(1, build=lambda n: headline_models.bert_small(**TINY, batch=8 * n), measured=(2, 3))
     none, *planned = found.rows

@@ -25,7 +25,7 @@ KINDS = """
 # The others are of kinds that these are of, too.
 BY_DAY = """
     AutoformerForPrediction BertForMaskedLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MixtralForCausalLM
-    ResNetForImageClassification SwinForImageClassification T5ForConditionalGeneration WhisperForConditionalGeneration
+    ResNetForImageClassification T5ForConditionalGeneration WhisperForConditionalGeneration
 """
 
 BY_VALUES = ("AutoformerForPrediction",)  # its topk

@@ -77,7 +77,7 @@ def test_a_process_that_may_have_no_more_memory_goes_on_with_less(tmp_path: Path
     assert document["losses"] == [work.step() for _ in range(2)]
 
 
-SIZES = {"layers": 8, "hidden": 128, "heads": 4, "seq": 128, "batch": 24, "vocab": 500}
+SIZES = {"layers": 6, "hidden": 128, "heads": 4, "seq": 128, "batch": 20, "vocab": 500}
 READY = """
 import json, psutil, planner, planner.zoo
 planner.profile(planner.zoo.build("gpt2", layers=1), menus=False)

@@ -95,7 +95,7 @@ def test_a_search_that_finds_nothing_more_ends_before_its_time():
 @pytest.mark.slow
 def test_a_budget_below_the_largest_op_is_infeasible_and_says_what_would_do():
     graph = random_training_graph(60, 3)
-    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=1000))
+    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=1000), time_limit_seconds=2.0)
     assert solution.status == "infeasible" and solution.shortage is not None
     enough = solution.shortage.minimum_budget_bytes
     assert solution.shortage.stage in {node.name for node in graph.nodes}
