@@ -169,6 +169,8 @@ class MenuRecord:
         keep_forward_seconds, keep_backward_seconds: of the stages' own code, timed in the same steps.
         graph: of the ops of stages that can run as programs; None for opaque ones.
         opaque: why stages are opaque; empty where they are captured, or that was not tried.
+        other_bits: what programs of the stages round otherwise than their own code does; empty where nothing is.
+        compiled: of opaque stages, the menu of such programs, for plans that may have other bits; None for the others.
         unread: attributes in which the stages' modules differ, and which their graph does not depend on.
         gradients_held: the gradients of what some of the stages return are held by others until their backward is over.
         outputs_held: so is what some of them return.
@@ -180,6 +182,8 @@ class MenuRecord:
     keep_backward_seconds: Seconds = 0.0
     graph: StepGraph | None = None
     opaque: str = ""
+    other_bits: str = ""
+    compiled: MenuRecord | None = None
     unread: tuple[str, ...] = ()
     gradients_held: bool = False
     outputs_held: bool = False
@@ -195,6 +199,8 @@ class MenuRecord:
                 raise ValueError("expected programs of stages that have a graph, got some of stages without")
             runs = *option.runs.forward, *option.runs.backward, *option.rerun
             check_positions("ops that an option runs", runs, len(self.graph.ops))
+        if self.compiled is not None:
+            self.compiled.check_positions()
 
     @property
     def once(self) -> OptionRecord | None:

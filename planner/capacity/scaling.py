@@ -235,7 +235,7 @@ def _replayed(menu: MenuRecord) -> MenuRecord:
 
 
 def _menu_of(profile: Profile, record: StageRecord) -> MenuRecord | None:
-    return profile.menus[record.menu] if record.menu >= 0 else None
+    return replace(profile.menus[record.menu], compiled=None) if record.menu >= 0 else None
 
 
 def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:

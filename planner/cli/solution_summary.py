@@ -85,6 +85,7 @@ class SolutionSummary:
     stated: tuple[str, ...] | None = None
     restricted: bool | None = None
     unsteady: tuple[str, ...] | None = None
+    other_bits: tuple[str, ...] | None = None
     left_out: tuple[LeftOutRecord, ...] | None = None
     frugal: bool | None = None
     stages: tuple[StageSummary, ...]
@@ -106,7 +107,11 @@ def summary_of_plan(plan: Plan) -> SolutionSummary:
     """What a plan claims, and per stage the decision."""
     summary = msgspec.convert(plan, SolutionSummary, from_attributes=True)  # Fields of the same names.
     summary = replace(
-        summary, unsteady=plan.unsteady or None, left_out=plan.left_out or None, frugal=plan.frugal or None
+        summary,
+        unsteady=plan.unsteady or None,
+        other_bits=plan.other_bits or None,
+        left_out=plan.left_out or None,
+        frugal=plan.frugal or None,
     )
     return summary if plan.stated else replace(summary, stated=None, restricted=None)
 

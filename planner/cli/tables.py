@@ -13,6 +13,7 @@ from planner.cli.solution_summary import SolutionSummary, StageSummary
 from planner.explain.stage_rows import note_on_rows, path_of, rows_of_stages
 from planner.explain.tables import PlainTable, facts, losses_in_short, plain_table
 from planner.plans.left_out import blocks_in_words
+from planner.plans.short_names import names_in_short
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.records import LeftOutRecord, OpRecord, Profile, StageRecord
 
@@ -111,6 +112,7 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
             f"{exact_bytes(peak_bytes)}: {share} of the {_unplanned(summary.frugal)} {format_bytes(unplanned_bytes)}",
         ),
         *_unsteady(summary.unsteady or ()),
+        *_other_bits(summary.other_bits or ()),
         ("budget", f"{exact_bytes(budget_bytes)}: {format_bytes(budget_bytes - peak_bytes)} to spare"),
         *_headroom(summary),
         ("predicted time", _times(summary)),
@@ -121,6 +123,13 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
         ("status", _status(summary)),
         ("resident", f"{format_bytes(summary.resident_bytes)} ({resident})"),
     ]
+
+
+def _other_bits(names: Sequence[str]) -> list[tuple[str, str]]:
+    if not names:
+        return []
+    said = "rounded as torch.compile would, not as without the plan"
+    return [("numbers", f"{said}, in {counted(len(names), 'stage')}: {names_in_short(names)}")]
 
 
 def _unsteady(lines: Sequence[str]) -> list[tuple[str, str]]:

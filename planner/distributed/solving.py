@@ -10,7 +10,7 @@ from planner.plans import solving
 from planner.plans.given_sources import given_profile
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
-from planner.plans.solving import Reshard
+from planner.plans.solving import Numerics, Reshard
 from planner.units import format_bytes
 from profiler.progress import tell
 from profiler.records import Profile
@@ -28,6 +28,7 @@ def solve(
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
     reshard: Reshard = "profiled",
+    numerics: Numerics = "eager",
 ) -> Plan:
     """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
 
@@ -45,6 +46,8 @@ def solve(
         headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
         reshard: of stages that are units of ``fully_shard``, whether they give their parameters back after forward:
             ``"profiled"``, as they did then, or ``"solve"``: some may keep them, for one gather less.
+        numerics: ``"eager"``, the very bits of the step without a plan; or ``"compiled"``: stages whose captured ops
+            round otherwise than their own code (``MenuRecord.opaque`` says so) may run as programs, too.
 
     Returns:
         The plan, replayed in exact bytes, with its bound.
@@ -63,6 +66,7 @@ def solve(
         "offload": offload,
         "headroom": headroom,
         "reshard": reshard,
+        "numerics": numerics,
     }
     tell("planner", f"solving for a budget of {format_bytes(budget) if isinstance(budget, int) else budget}")
     plan = _solved(profile, budget, settings)

@@ -16,7 +16,7 @@ from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
 from profiler.records import LeftOutRecord, MenuRecord, ResidentBytes
 from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
+from solvers.problem.chain_schedule import RUNS, TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
 
 StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]
@@ -116,6 +116,13 @@ class Plan(PlanClaims):
     frugal: bool = False
     beside: tuple[tuple[int, int], ...] = ()
     saved_gather_seconds: float = 0.0
+
+    @property
+    def other_bits(self) -> tuple[str, ...]:
+        """Names of the stages that run as programs which round otherwise than their own code."""
+        as_programs = {action.stage for action in self.schedule.actions if action.kind in RUNS and action.option}
+        menus = {k: self.menus[self.stages[k].menu] for k in sorted(as_programs) if self.stages[k].menu >= 0}
+        return tuple(self.stages[k].name for k, menu in menus.items() if menu.other_bits)
 
     def _what_is_done(self) -> list[str]:
         done = self._by_decision()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from planner.plans.call_programs import with_exact_programs
 from planner.plans.cost_model import chain_of, lone_chain_of
@@ -37,6 +37,7 @@ from solvers.problem.deadline import Deadline
 
 OFFLOAD_ONLY = "offload_only"
 Reshard = Literal["profiled", "solve"]
+Numerics = Literal["eager", "compiled"]
 _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a model has a dozen, or many equal ones
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
@@ -57,9 +58,14 @@ def solve(
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
     reshard: Reshard = "profiled",
+    numerics: Numerics = "eager",
 ) -> Plan:
     """What ``planner.solve`` does in the process that solves; arguments and errors are as there."""
     profile = given_profile(profile, "solve")
+    if numerics not in get_args(Numerics):
+        raise ValueError(f"numerics: expected one of {', '.join(get_args(Numerics))}, got {numerics!r}")
+    if numerics == "compiled":
+        profile = replace(profile, menus=tuple(menu.compiled or menu for menu in profile.menus))
     try:
         budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
         ways = [()] if reshard == "profiled" else _ways_to_gather(profile)

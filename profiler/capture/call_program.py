@@ -373,7 +373,9 @@ def _check_backward(ctx: Any) -> None:
         )
 
 
-def difference(bound: Forward, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> str:
+def difference(
+    bound: Forward, module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, rounded: bool = False
+) -> str:
     """Names the first thing in which a program differs from the module's own call, bit for bit; empty if nothing does.
 
     The module's call runs first, and its effects stay. The program then runs from the same starting state, and its
@@ -382,14 +384,16 @@ def difference(bound: Forward, module: nn.Module, forward: Forward, args: Any, k
     Args:
         bound: the program.
         module, forward, args, kwargs: the call.
+        rounded: what is as near as ``torch.testing.assert_close`` asks for does not count as a difference.
     """
+    same = _same_but_for_rounding if rounded else _same_bits
     state = CallState(module, device_of((args, kwargs)), draws_random=True)
     expected = _observed(forward, bound, module, args, kwargs)
     with state.reinstated(), torch.enable_grad():
         got = _observed(bound, bound, module, args, kwargs)
     if expected.keys() != got.keys():
         return "the number of its outputs"
-    return next((what for what, value in expected.items() if not _same_bits(value, got[what])), "")
+    return next((what for what, value in expected.items() if not same(value, got[what])), "")
 
 
 def _numbers_like(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
@@ -444,6 +448,16 @@ def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
         return False
     bits, others = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(bits, others)
+
+
+def _same_but_for_rounding(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    try:
+        torch.testing.assert_close(other, one, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def _as_traced(gradient: Tensor, size: torch.Size, stride: Sequence[int]) -> Tensor:

@@ -110,6 +110,8 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
 def _with_held_outputs(menu: MenuRecord, number: int, stages: Sequence[StageRecord]) -> MenuRecord:
     """The menu whose programs take into account that others hold what one of its stages returns through backward."""
     held = any(s.menu == number and s.lasting_output_bytes > s.own_output_bytes for s in stages)
+    if menu.compiled is not None:
+        return replace(menu, compiled=_with_held_outputs(menu.compiled, number, stages))
     if menu.graph is None or not held:
         return menu
     orders = [option.runs for option in menu.options if option.runs is not None]

@@ -38,6 +38,7 @@ class CapturedKind:
     Attributes:
         graph: of their ops, with what these cost; None where they are opaque.
         opaque: why they are; empty otherwise.
+        other_bits: what their programs round otherwise than the stages do; empty where nothing is.
         unread: attributes in which the stages' modules differ, and which make no difference to what they compute.
         once: by stage, the program in which each op runs once.
         orders: the orders of the graph's ops that are worth having; None until they are asked for.
@@ -45,6 +46,7 @@ class CapturedKind:
 
     graph: StepGraph | None = None
     opaque: str = ""
+    other_bits: str = ""
     unread: frozenset[str] = frozenset()
     once: dict[int, BoundProgram] = field(default_factory=dict)
     orders: Sequence[StepRuns] | None = None
@@ -147,7 +149,9 @@ class KindCapture:
             call = self._captured(k, first)
             program = CallProgram(call, order_of(call.graph))
             if what := self._difference(k, first, program):
-                return f"a program of its ops gives other bits than the stage: {what}"
+                if not self._rounds(k, first, program):
+                    return f"a program of its ops gives other numbers than the stage: {what}"
+                kind.other_bits = f"a program of its ops gives other bits than the stage: {what}"
             graph = call.with_arguments(step_graph_of(call.graph))
             if kind.graph is None:
                 kind.graph = call.with_arguments(measured_graph(call.graph, self._device))
@@ -166,6 +170,13 @@ class KindCapture:
         with first.state.reinstated():
             module, strides = self._stages[k].call.module, self._gradient_strides.get(k, ())
             return captured(self._model, module, first.call, args, kwargs, GradientLayouts(strides)).call
+
+    def _rounds(self, k: int, first: FirstRun, program: CallProgram) -> bool:
+        """Whether a program differs from a stage by no more than rounding."""
+        module = self._stages[k].call.module
+        args, kwargs = in_new_containers(first.arguments)
+        with first.state.reinstated():
+            return not difference(program.bound(module), module, first.call, args, kwargs, rounded=True)
 
     def _difference(self, k: int, first: FirstRun, program: CallProgram) -> str:
         """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice."""

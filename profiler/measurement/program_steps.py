@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from profiler.agreement import first_failure, gathered, made_by_first
 from profiler.largest_values import merged_largest
@@ -127,7 +128,12 @@ class ProgramSteps:
         )
         if captured.orders is None:
             captured.orders = made_by_first(lambda: [*programs(graph)])
-        return menu.with_programs(captured.orders)
+        menu = menu.with_programs(captured.orders)
+        if not captured.other_bits:
+            return menu
+        return MenuRecord(
+            ops=group.ops, opaque=captured.other_bits, compiled=replace(menu, other_bits=captured.other_bits)
+        )
 
 
 def _as_program(group: OptionGroup, k: int) -> Forward:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import planner
+from profiler.measurement import captured_stages
 from tests.support.exactness import assert_same
 
 WIDTH, LENGTH = 32, 16
@@ -100,6 +102,28 @@ def test_programs_of_two_menus_with_one_graph_are_not_mixed_up() -> None:
         work = workload(skips=True)
         with planner.apply(work.model, plan):
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.slow
+def test_stages_that_would_round_otherwise_are_planned_op_by_op_where_that_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rounded_otherwise(*call: Any, rounded: bool = False) -> str:
+        return "" if rounded else "output 0"
+
+    monkeypatch.setattr(captured_stages, "difference", rounded_otherwise)
+    profile = planner.profile(workload())
+    assert all(menu.graph is None for menu in profile.menus)
+    assert "gives other bits" in profile.menus[0].opaque and profile.menus[0].compiled is not None
+    budget = "60%"
+    exact, compiled = planner.solve(profile, budget), planner.solve(profile, budget, numerics="compiled")
+    assert not exact.other_bits
+    assert compiled.other_bits and compiled.predicted_seconds < exact.predicted_seconds
+    work = workload()
+    with planner.apply(work.model, planner.Plan.from_document(compiled.to_document(), "here")):
+        assert planner.measure(work, repeats=1).peak_bytes == compiled.predicted_peak_bytes
+    with pytest.raises(ValueError, match="numerics: expected one of eager, compiled, got 'float'"):
+        planner.solve(profile, budget, numerics="float")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -183,6 +183,13 @@ def test_what_a_program_makes_otherwise_is_named(side: str, number: int, what: s
 
     setattr(program, side, off)
     assert what in difference(program.bound(module), module, module.forward, (x,), {})
+    assert not difference(program.bound(module), module, module.forward, (x,), {}, rounded=True)
+
+    def far_off(arguments: list[Any]) -> Any:
+        return tuple(each if each is None else each * 1.01 for each in code(arguments))
+
+    setattr(program, side, far_off)
+    assert difference(program.bound(module), module, module.forward, (x,), {}, rounded=True)
 
 
 def test_capturing_leaves_a_module_as_it_was() -> None:
