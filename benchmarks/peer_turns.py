@@ -43,7 +43,7 @@ def in_turns(ways: Mapping[str, Step], rounds: int) -> Turns:
 
 
 def timed_step(workload: Workload, plan: planner.Plan | None = None) -> Step:
-    """A step of the workload, under a plan where one is given; putting the plan on and its first step is not timed."""
+    """A step of the workload, under a plan where one is given; applying it and its first step are not timed."""
 
     def run() -> float:
         if plan is None:

@@ -58,8 +58,8 @@ def profile(
         stages: None to find stages automatically; "whole" for the model's call as one stage; otherwise module names,
             glob patterns or module classes.
         menus: capture stages as graphs, so that plans decide op by op; else a stage is kept or recomputed as a whole.
-        rules: a plan stated by hand, or the path of its file: it is checked against the profile, and the profile
-            captures stages that save little as well.
+        rules: a plan stated by hand, or the path of its file. Profiling checks that it fits the model, and captures
+            stages that save little as well.
         limit: bytes (``"8GiB"``) that no step of profiling takes more than, for a step that does not fit: a few stages
             are kept at a time while the others run again, and what a plain step takes is put together from that
             (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory, but

@@ -49,14 +49,15 @@ def program_menu(step: StepGraph, *, levels: int = 6, time_limit_seconds: float 
     once_bytes = max(once.forward_peak_bytes, once.backward_peak_bytes)
     most_bytes = once.kept_bytes + _returned_bytes(step)
     search = GraphSearch(time_limit_seconds=time_limit_seconds / (levels + _PEAK_LEVELS + 2))
-    least_bytes = min(most_bytes, _least_between(step, once_bytes, search))
+    beside_bytes = 2 * once_bytes  # between forward and backward: so much that nothing else decides
+    least_bytes = min(most_bytes, _least_peak(step, search, between_bytes=beside_bytes) - beside_bytes)
     rooms = [
         CallRoom(once_bytes, least_bytes + (most_bytes - least_bytes) * level // levels, once_bytes)
         for level in range(levels)
     ]
-    least_bytes = _least_peak(step, search)
+    least_peak_bytes = _least_peak(step, search)
     for level in range(_PEAK_LEVELS):
-        peak_bytes = least_bytes + (once_bytes - least_bytes) * level // _PEAK_LEVELS
+        peak_bytes = least_peak_bytes + (once_bytes - least_peak_bytes) * level // _PEAK_LEVELS
         rooms.append(CallRoom(peak_bytes, peak_bytes, peak_bytes))
     found = [once]
     for room in dict.fromkeys(rooms):
@@ -175,25 +176,14 @@ def _runs_within(step: StepGraph, room: CallRoom, search: GraphSearch) -> StepRu
         return None
 
 
-def _least_peak(step: StepGraph, search: GraphSearch) -> int:
-    """The least that a program takes while it runs, as far as one is found."""
-    around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=0)
+def _least_peak(step: StepGraph, search: GraphSearch, *, between_bytes: int = 0) -> int:
+    """The smallest peak of a program that is found, with ``between_bytes`` of others between forward and backward."""
+    around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=between_bytes)
     try:
         order_within(1, step, around, step_problem(step, around), search)
     except NoPlan as refusal:
         return refusal.minimum_budget_bytes
     return 1
-
-
-def _least_between(step: StepGraph, once_bytes: int, search: GraphSearch) -> int:
-    """The least that is there between forward and backward, as far as one is found."""
-    beside_bytes = 2 * once_bytes  # so much that nothing else decides
-    around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=beside_bytes)
-    try:
-        order_within(1, step, around, step_problem(step, around), search)
-    except NoPlan as refusal:
-        return refusal.minimum_budget_bytes - beside_bytes
-    return 0
 
 
 def _returned_bytes(step: StepGraph) -> int:

@@ -12,9 +12,9 @@ from profiler.records import Profile
 from solvers.chain.minimum_memory import shortage
 
 _MOST_OPS = 600  # of a forward: the programs of more ops at once take minutes to find
-_FEW_OPS = 300  # so few are searched quickly: also where the stages form a chain
-_WORTH_BYTES = 32 * 2**20  # of activations: with fewer it is not
-_SKIPPED = 0.01  # of what a step takes beyond its states: so much read past the next stage makes it worth a look
+_FEW_OPS = 300  # a chain of stages with at most this many is tried as one stage, too, as the search is quick
+_WORTH_BYTES = 32 * 2**20  # where it keeps at least this much
+_SKIPPED = 0.01  # other stages are tried where later ones read more than this share of the bytes beyond the states
 _BUDGETS = (0.25, 0.5, 0.75)  # of the way from the smallest budget of both up to the unplanned peak
 _SECONDS = 1.5  # for each plan
 

@@ -421,14 +421,12 @@ def _observed(call: Forward, bound: Forward, module: nn.Module, args: Any, kwarg
     trained = [tensor for tensor in outputs if tensor.requires_grad]
     # What others contribute to the gradients of inputs comes first, as of tensors that calls share.
     trained += [t * 1 for t in sources.values()]
-    strides: list[Sequence[int] | None] = [None] * len(trained)
+    strides: list[Sequence[int] | None] = []
     if isinstance(bound, BoundProgram):
-        layouts = dict(zip(bound.program.captured.tangents, bound.program.layouts, strict=True))
-        passed_on = bound.program.captured.passed_on
-        made = [number for number, passed in enumerate(passed_on) if passed is None]
-        takes = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
-        for tangent, (_, stride) in layouts.items():
-            strides[takes.index(made[tangent])] = stride
+        layouts = iter(bound.program.layouts)
+        made = zip(outputs, bound.program.differentiable, strict=False)  # A number that differs is told later.
+        strides += [next(layouts)[1] if takes else None for tensor, takes in made if tensor.requires_grad]
+    strides += [None] * (len(trained) - len(strides))
     numbers = [_numbers_like(tensor, stride) for tensor, stride in zip(trained, strides, strict=True)]
     seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}
     # A loop goes backward outside of autocast, as a rule.

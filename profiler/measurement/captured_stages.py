@@ -149,7 +149,7 @@ class KindCapture:
             call = self._captured(k, first)
             program = CallProgram(call, order_of(call.graph))
             if what := self._difference(k, first, program):
-                if not self._rounds(k, first, program):
+                if self._difference(k, first, program, rounded=True):
                     return f"a program of its ops gives other numbers than the stage: {what}"
                 kind.other_bits = f"a program of its ops gives other bits than the stage: {what}"
             graph = call.with_arguments(step_graph_of(call.graph))
@@ -171,20 +171,17 @@ class KindCapture:
             module, strides = self._stages[k].call.module, self._gradient_strides.get(k, ())
             return captured(self._model, module, first.call, args, kwargs, GradientLayouts(strides)).call
 
-    def _rounds(self, k: int, first: FirstRun, program: CallProgram) -> bool:
-        """Whether a program differs from a stage by no more than rounding."""
-        module = self._stages[k].call.module
-        args, kwargs = in_new_containers(first.arguments)
-        with first.state.reinstated():
-            return not difference(program.bound(module), module, first.call, args, kwargs, rounded=True)
+    def _difference(self, k: int, first: FirstRun, program: CallProgram, *, rounded: bool = False) -> str:
+        """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice.
 
-    def _difference(self, k: int, first: FirstRun, program: CallProgram) -> str:
-        """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice."""
+        ``rounded`` is as for ``difference``.
+        """
         module = self._stages[k].call.module
         args, kwargs = in_new_containers(first.arguments)
         with first.state.reinstated():
-            what = difference(program.bound(module), module, first.call, args, kwargs)
-            if what and self._device.type != "cpu" and what == difference(first.call, module, first.call, args, kwargs):
+            call = module, first.call, args, kwargs
+            what = difference(program.bound(module), *call, rounded=rounded)
+            if what and self._device.type != "cpu" and what == difference(first.call, *call, rounded=rounded):
                 return ""
         return what
 

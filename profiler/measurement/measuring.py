@@ -146,9 +146,7 @@ class Measuring:
             unseen=names_unseen(self._workload.model, uncompiled_trace, uncompiled_stages),
             reruns=[replace(rerun, failure=HELD) if k in kept_twice else rerun for k, rerun in enumerate(reruns)],
             menus=[
-                replace(menu, options=(), graph=None, opaque=HELD, compiled=None)
-                if kept_twice.intersection(group.members)
-                else menu
+                MenuRecord(ops=menu.ops, opaque=HELD) if kept_twice.intersection(group.members) else menu
                 for menu, group in zip(menus, groups, strict=True)
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.torch_flags import flags_now, flags_of_ops_now, set_flags
+from profiler.workload.torch_flags import flags_now, same_ops_chosen, set_flags
 
 leave_uncompiled(__name__)
 
@@ -25,10 +25,10 @@ _Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 class TorchState:
     """The state as it is now, for a call whose arguments lie on ``device``."""
 
-    __slots__ = ("_autocast", "_cached_parametrizations", "_flags", "_flags_of_ops", "_function_modes")
+    __slots__ = ("_autocast", "_cached_parametrizations", "_flags", "_function_modes")
 
     def __init__(self, device: torch.device) -> None:
-        self._flags, self._flags_of_ops = flags_now(), flags_of_ops_now()
+        self._flags = flags_now()
         self._autocast = _autocast_state(("cpu",) if device.type == "cpu" else (device.type, "cpu"))
         self._function_modes = _function_modes()
         self._cached_parametrizations = _cached_parametrizations()
@@ -41,7 +41,7 @@ class TorchState:
         """Whether everything by which functions choose their ops is as it was when this was made."""
         modes = _function_modes()
         return (
-            self._flags_of_ops == flags_of_ops_now()
+            same_ops_chosen(self._flags)
             and self._autocast == _autocast_state(kind for kind, *_ in self._autocast[0])
             and len(modes) == len(self._function_modes)
             and all(map(is_, modes, self._function_modes))

@@ -138,9 +138,7 @@ def _with_parts_together(
     that are alike are measured and planned once.
     """
     limit = TOGETHER_WITHIN * _memory_of(trace, cut, weights)
-    waiting = sorted({trace.calls[i].parent for i in cut}, reverse=True)
-    while waiting:
-        parent = waiting.pop(0)
+    for parent in sorted({trace.calls[i].parent for i in cut}, reverse=True):  # inner ones first
         inside = [i for i in cut if parent in trace.ancestors(i)]
         if parent < 0 or len(inside) < 2 or not usable(trace.calls[parent]):
             continue

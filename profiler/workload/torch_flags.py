@@ -45,34 +45,40 @@ def _set_deterministic(values: tuple[bool, bool]) -> None:
     _C._set_deterministic_algorithms(values[0], warn_only=values[1])
 
 
-# Each a function that reads a flag and one that writes it.
-_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+_Flag = tuple[Callable[[], Any], Callable[[Any], Any]]  # a function that reads it, and one that writes it
+
+
+def _of_torch(*names: str) -> list[_Flag]:
+    """Flags that this build has."""
+    return [(getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")) for name in names if hasattr(_C, f"_get_{name}")]
+
+
+_OF_OPS: list[_Flag] = [  # by which functions choose the ops that they call
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (_deterministic, _set_deterministic),
-    (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
-    (_precisions, _set_precisions),
     (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
     *((getattr(_C, f"_get_{kind}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{kind}"))
       for kind in ("flash", "mem_efficient", "math", "cudnn", "overrideable")),
-    *((getattr(_C, f"_get_{flag}"), getattr(_C, f"_set_{flag}"))
-      for flag in ("mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
-                   "nnpack_enabled", "linalg_preferred_backend") if hasattr(_C, f"_get_{flag}")),
+    *_of_torch("mkldnn_enabled", "cudnn_enabled"),
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
 ]  # fmt: skip
+_FLAGS = [
+    *_OF_OPS,
+    # The others are read by kernels, as they run.
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
+    (_precisions, _set_precisions),
+    *_of_torch(
+        "mkldnn_deterministic",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "nnpack_enabled",
+        "linalg_preferred_backend",
+    ),
+]
 _READERS = tuple(read for read, _ in _FLAGS)
-# Kernels read these as they run, and no function chooses other ops by them.
-_OF_KERNELS = (
-    torch.get_num_threads,
-    torch.is_anomaly_enabled,
-    _C._get_deterministic_fill_uninitialized_memory,
-    _precisions,
-    *(getattr(_C, f"_get_{flag}", None)
-      for flag in ("mkldnn_deterministic", "cudnn_benchmark", "cudnn_deterministic", "nnpack_enabled",
-                   "linalg_preferred_backend")),
-)  # fmt: skip
-_READERS_OF_OPS = tuple(read for read in _READERS if read not in _OF_KERNELS)
+_READERS_OF_OPS = _READERS[: len(_OF_OPS)]
 
 
 def flags_now() -> list[Any]:
@@ -80,9 +86,9 @@ def flags_now() -> list[Any]:
     return [read() for read in _READERS]
 
 
-def flags_of_ops_now() -> list[Any]:
-    """Those of the flags by which functions choose the ops that they call."""
-    return [read() for read in _READERS_OF_OPS]
+def same_ops_chosen(flags: list[Any]) -> bool:
+    """Whether the flags by which functions choose their ops are as they were when ``flags_now`` gave these."""
+    return [read() for read in _READERS_OF_OPS] == flags[: len(_READERS_OF_OPS)]
 
 
 def set_flags(flags: list[Any], now: list[Any]) -> None:
