@@ -15,7 +15,7 @@ from planner.runtime.plan_checks import warn_once
 from profiler.capture.call_guard import CallGuard, differing_attributes
 from profiler.capture.call_program import BoundProgram, CallProgram, Compiled
 from profiler.capture.capture_cache import captured, captures_of
-from profiler.capture.captured_call import CapturedCall, GradientLayouts, UnsettledError
+from profiler.capture.captured_call import CapturedCall, GradientLayouts
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
@@ -100,8 +100,6 @@ class StagePrograms:
                 self._failures[position] += 1
                 if self._failures[position] == _MOST_FAILURES:
                     self._refused.add(position)
-                if isinstance(error, UnsettledError) and self._failures[position] == 1:
-                    return None  # It is recomputed as a whole this time.
         stage = self._plan.stages[position]
         warn_once(stage.name, f"it does not run as the program that was planned: {why}; it is recomputed as a whole")
         return None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from profiler.capture.call_guard import CallGuard
-from profiler.capture.captured_call import CONTIGUOUS, CapturedCall, GradientLayouts, capture_call
+from profiler.capture.captured_call import CONTIGUOUS, CapturedCall, GradientLayouts, UnsettledError, capture_call
 from profiler.workload.compiled_forwards import Forward, leave_uncompiled
 from profiler.workload.forward_patches import users_forward
 
@@ -42,9 +42,25 @@ def captured(
     kwargs: Any,
     gradients: GradientLayouts = CONTIGUOUS,
 ) -> Capture:
-    """Trace a call of one of a model's modules and keep the capture; arguments and errors as of ``capture_call``."""
-    guard = CallGuard(module, args, kwargs)
-    call = capture_call(module, forward, args, kwargs, gradients)
+    """Trace a call of one of a model's modules and keep the capture; arguments and errors as of ``capture_call``.
+
+    Attributes that a first call sets, and those after it need not (a ``problem_type``), are set then.
+    """
+    try:
+        guard = CallGuard(module, args, kwargs)
+        call = capture_call(module, forward, args, kwargs, gradients)
+    except UnsettledError as error:
+        if not error.changes:
+            raise
+        try:
+            for change in error.changes:
+                change.make()
+            guard = CallGuard(module, args, kwargs)
+            call = capture_call(module, forward, args, kwargs, gradients)
+        except Exception:
+            for change in error.changes:
+                change.undo()
+            raise
     capture = Capture(call, module, guard, gradients, users_forward(forward))
     if module is not model:  # Captures hold their modules.
         kept = _OF_MODELS.setdefault(model, [])

@@ -29,7 +29,7 @@ from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
-from profiler.workload.plain_objects import MOST_ITEMS, copied, refill
+from profiler.workload.plain_objects import MOST_ITEMS, Change, copied, refill
 from profiler.workload.reachable import globals_of_forwards
 
 
@@ -59,7 +59,15 @@ class GradientLayouts(NamedTuple):
 
 
 class UnsettledError(CaptureError):
-    """A call that sets attributes of its modules: a first one often does, and those after it need not."""
+    """A call that sets attributes of its modules: a first one often does, and those after it need not.
+
+    Attributes:
+        changes: that it makes; None where there are others than of plain attributes.
+    """
+
+    def __init__(self, message: str, changes: Sequence[Change] | None) -> None:
+        super().__init__(message)
+        self.changes = changes
 
 
 CONTIGUOUS = GradientLayouts()
@@ -158,7 +166,8 @@ def capture_call(
         if state.has_changed():
             raise UnsettledError(
                 "expected a call that changes nothing but buffers, got one that sets attributes of its modules, or "
-                "draws numbers that are not torch's: a program would not"
+                "draws numbers that are not torch's: a program would not",
+                state.plain_changes(),
             )
     if written := [container for container, before in containers if copied(container) != before]:
         for container, before in containers:

@@ -18,6 +18,7 @@ from profiler.recomputation.torch_state import TorchState
 from profiler.tensors.local_tensors import collectives_under_way, wait_for_results
 from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.plain_objects import Change
 from profiler.workload.sharded_units import units_of
 from profiler.workload.torch_flags import stacks_kept
 
@@ -87,6 +88,11 @@ class CallState:
     def has_changed(self) -> bool:
         """Whether what the modules hold, tensors' contents aside, or a generator of the host is another now."""
         return not self._modules.holds_what_it_held() or (self._host is not None and self._host.has_advanced())
+
+    def plain_changes(self) -> list[Change] | None:
+        """What attributes and containers of the modules hold now and did not; None where more has changed."""
+        advanced = self._host is not None and self._host.has_advanced()
+        return None if advanced else self._modules.plain_changes()
 
     def tensors_now(self) -> list[Tensor]:
         """The tensors that the modules hold now."""

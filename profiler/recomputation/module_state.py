@@ -29,6 +29,7 @@ from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.plain_objects import (
     MOST_ITEMS,
     PLAIN,
+    Change,
     attributes_of,
     base_of,
     copied as _copied,
@@ -392,6 +393,19 @@ class ModuleState:
             and all(_same_state(ways[0](each), state) for each, ways, state in self._generators)
             and all(one.is_as_it_was() for one in self._long)
         )
+
+    def plain_changes(self) -> list[Change] | None:
+        """What attributes and containers hold now and did not; None where that is more than numbers and names."""
+        held = ((holder, before, _copied(holder)) for holder, before in self._differing())
+        changes = [Change(*each) for each in held if not _are_same(*each[1:])]
+        if any(self._empty) or not all(each.is_plain() for each in changes):
+            return None
+        for each in changes:
+            each.undo()
+        holds = self.holds_what_it_held()
+        for each in changes:
+            each.make()
+        return changes if holds else None
 
     def _dicts_hold(self) -> bool:
         """Whether containers hold what they held; dicts to which nothing was written are not looked into."""

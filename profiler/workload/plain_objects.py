@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +149,28 @@ def refill(container: Any, contents: Any) -> None:
             base.extend(container, contents)
     else:
         _refill_dict(container, contents, base)
+
+
+class Change(NamedTuple):
+    """A container with what ``copied`` gave of it before something changed it, and after."""
+
+    container: Any
+    before: Any
+    after: Any
+
+    def is_plain(self) -> bool:
+        """Whether what came into it is all numbers, names and the like."""
+        before, after = (each.values() if isinstance(each, dict) else each for each in self[1:])
+        known = {id(value) for value in before}
+        return all(id(value) in known or type(value) in PLAIN for value in after)
+
+    def make(self) -> None:
+        """Have the container hold what it did after."""
+        refill(self.container, self.after)
+
+    def undo(self) -> None:
+        """Have it hold what it did before."""
+        refill(self.container, self.before)
 
 
 def _refill_dict(container: Any, contents: dict[Any, Any], base: Any) -> None:
