@@ -14,7 +14,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiler.capture.captured_call import CapturedCall
 from profiler.capture.joint_graph import CaptureError
-from profiler.capture.programs import StepOrder, outputs_program, programs_of, with_direct_calls
+from profiler.capture.programs import (
+    AGAIN,
+    AsInForward,
+    StepOrder,
+    outputs_program,
+    programs_of,
+    with_direct_calls,
+)
 from profiler.capture.random_ops import draws, random_state
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.capture.traced_types import is_view
@@ -22,6 +29,7 @@ from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.saved_tensors import RerunError
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
+from profiler.workload.torch_flags import flags_now
 
 _NORMALISES = "_native_batch_norm_legit_functional"
 _Code = Callable[[list[Any]], Sequence[Any]]
@@ -72,6 +80,8 @@ class CallProgram:
         compiled = compiled or (lambda program, is_backward: with_direct_calls(program).forward)
         self.forward_code = compiled(forward, is_backward=False)
         self.backward_code = compiled(backward, is_backward=True)
+        self._backward = backward
+        self.runs_again = any(AGAIN in node.meta for node in backward.graph.nodes)
         self.outputs_code = compiled(outputs_program(captured.graph, order), is_backward=False)
         step = captured.with_arguments(step_graph_of(captured.graph))
         self.arguments_in_backward = {n for op in step.ops if op.side == "backward" for n in op.arguments}
@@ -89,18 +99,26 @@ class CallProgram:
         """The program for a module: where its parameters and buffers are looked up at every call."""
         return BoundProgram(self, module)
 
-    def gradients(self, saved: list[Any], gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+    def gradients(
+        self, saved: list[Any], gradients: list[Tensor], flags: list[Any] | None
+    ) -> tuple[Tensor | None, ...]:
         """What backward contributes to the gradients of the inputs of the forward; empties both lists.
 
         Args:
             saved: what the forward handed over.
             gradients: of what the call returned.
+            flags: of forward, which its ops run again with.
         """
         for number, (size, stride) in zip(self.captured.tangents, self.layouts, strict=True):
             saved.append(_as_traced(gradients[number], size, stride))
         gradients.clear()
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
-            made = self.backward_code(saved)
+            if flags is None or flags == flags_now():
+                made = self.backward_code(saved)
+            else:
+                taken = [*saved]
+                saved.clear()
+                made = AsInForward(self._backward, flags).boxed_run(taken)
         return tuple(None if number is None else made[number] for _, number in self.contributions)
 
 
@@ -282,6 +300,7 @@ class _Call(torch.autograd.Function):
             handed[place] = _as_eager_saves(handed[place], viewed)
         ctx.save_for_backward(*handed)
         ctx.bound, ctx.saved = bound, None
+        ctx.flags = flags_now() if program.runs_again else None
         ctx.device_type, ctx.casts = inputs[0].device.type, torch.is_autocast_enabled(inputs[0].device.type)
         ctx.lay = [handed[program.parameters[k][0]].untyped_storage()._cdata for k in program.both]
         return _outputs_of(ctx, bound, made[:returned])
@@ -298,7 +317,7 @@ class _Call(torch.autograd.Function):
         bound.look_at(gradients)
         watched = program.captured.tangents if bound.watches_gradients else ()
         taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in watched]
-        made = program.gradients(saved, gradients)
+        made = program.gradients(saved, gradients, ctx.flags)
         bound.gradients_held = bound.gradients_held or not all(storage.expired() for storage in taken)
         return (None, *made)
 
@@ -315,6 +334,7 @@ class _DroppedCall(torch.autograd.Function):
         parameters = [inputs[program.places[number]] for _, number in program.parameters]
         ctx.save_for_backward(*map(_as_eager_saves, parameters, program.viewed))
         ctx.bound, ctx.saved = bound, saved
+        ctx.flags = flags_now() if program.runs_again else None
         ctx.device_type, ctx.casts = inputs[0].device.type, torch.is_autocast_enabled(inputs[0].device.type)
         ctx.lay = [parameters[k].untyped_storage()._cdata for k in program.both]
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
@@ -330,7 +350,7 @@ class _DroppedCall(torch.autograd.Function):
         _check_places([parameters[k] for k in program.both], ctx.lay)
         for (place, _), parameter in zip(program.parameters, parameters, strict=True):
             saved[place] = parameter
-        return None, None, *program.gradients(saved, gradients)
+        return None, None, *program.gradients(saved, gradients, ctx.flags)
 
 
 def _check_places(parameters: Sequence[Tensor], lay: Sequence[int]) -> None:

@@ -23,6 +23,10 @@ from profiler.capture.random_ops import device_of, draws, random_state, run_from
 from profiler.capture.step_dataflow import STATISTICS, is_batch_norm, second_call
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
+from profiler.workload.torch_flags import flags_now, set_flags
+
+
+AGAIN = "planner_again"  # in what is noted of a call in a program: it is a second run
 
 
 class StepOrder(NamedTuple):
@@ -97,6 +101,30 @@ def outputs_program(graph: JointGraph, order: StepOrder) -> fx.GraphModule:
         writer.run(by_name[name])
     writer.finish(graph.outputs[: graph.forward_outputs], ())
     return fx.GraphModule(graph.module, writer.graph)
+
+
+class AsInForward(fx.Interpreter):
+    """Runs a program of a backward call by call, its second runs with the flags of forward: kernels read some of them.
+
+    Args:
+        program: of the backward.
+        flags: that ``flags_now`` gave in forward.
+    """
+
+    def __init__(self, program: fx.GraphModule, flags: list[Any]) -> None:
+        super().__init__(program)
+        self._flags = flags
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of a call."""
+        if AGAIN not in n.meta:
+            return super().run_node(n)
+        now = flags_now()
+        set_flags(self._flags, now)
+        try:
+            return super().run_node(n)
+        finally:
+            set_flags(now, self._flags)
 
 
 def with_direct_calls(program: fx.GraphModule) -> fx.GraphModule:
@@ -239,11 +267,14 @@ class _Writer:
     def _rerun(self, op: fx.Node) -> fx.Node:
         target, args, kwargs = second_call(op)
         if target is op.target and not draws(op):
-            return self.graph.node_copy(op, self._of)
-        args, kwargs = fx.map_arg((args, kwargs), self._of)
-        if draws(op):
-            return self.graph.call_function(run_from_state, (self.states[op], device_of(op), target, *args), kwargs)
-        return self.graph.call_function(target, args, kwargs)
+            made = self.graph.node_copy(op, self._of)
+        else:
+            args, kwargs = fx.map_arg((args, kwargs), self._of)
+            if draws(op):
+                target, args = run_from_state, (self.states[op], device_of(op), target, *args)
+            made = self.graph.call_function(target, args, kwargs)
+        made.meta[AGAIN] = True
+        return made
 
     def _of(self, node: fx.Node) -> fx.Node:
         """What stands for a node of the joint graph now; a view is made where there is none of what it looks at."""

@@ -202,6 +202,26 @@ def test_capturing_leaves_a_module_as_it_was() -> None:
     assert torch.equal(randomness, torch.get_rng_state())
 
 
+def test_ops_run_again_with_the_flags_of_forward() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+    x = torch.randn(64, 32, requires_grad=True)
+    captured = capture_call(module, module.forward, (x * 1,), {})
+    program = CallProgram(captured, ORDERS["all again"](order_of(captured.graph))).bound(module)
+
+    def gradients(call: Callable[..., Any], *, inside: bool) -> list[Tensor]:
+        with torch.backends.mkldnn.flags(enabled=False):
+            loss = call(x * 1).square().sum()
+            if inside:
+                return list(torch.autograd.grad(loss, [x, *module.parameters()]))
+        return list(torch.autograd.grad(loss, [x, *module.parameters()]))
+
+    expected = gradients(module, inside=False)
+    assert not all(map(torch.equal, expected, gradients(module, inside=True)))
+    assert all(map(torch.equal, expected, gradients(program, inside=False)))
+    assert torch.backends.mkldnn.enabled
+
+
 def test_frozen_parameters_get_no_gradient() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     module[0].requires_grad_(False)
