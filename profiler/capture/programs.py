@@ -25,7 +25,6 @@ from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
 from profiler.workload.torch_flags import flags_now, set_flags
 
-
 AGAIN = "planner_again"  # in what is noted of a call in a program: it is a second run
 
 
