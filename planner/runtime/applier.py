@@ -240,7 +240,7 @@ class PlannedCalls:
         self._compiled = CompiledCalls(plan, lowered.selective)
         self._plan = plan
         self._programs = StagePrograms(plan, lowered, model, compiler)
-        self._deviations = Deviations(turns=CheckTurns(lowered.dropped))
+        self._deviations = Deviations(turns=CheckTurns({*lowered.dropped, *lowered.selective}))
         self._shapes = BatchShapes(plan)
         self._batch = SameBatch(plan)
         self._caches = ModelCaches(model)

@@ -122,7 +122,8 @@ class PlannedStep:
         self._own_nodes += next_node() - before  # of tracing
         if position not in self._runs.lowered.dropped:
             if program is not None:
-                return program(*args, **kwargs)
+                checked = self._runs.deviations.turns.checked(position)
+                return program.called(args, kwargs, self._runs.batch, checked=checked)
             if not self._programs.runs(position):
                 return self._runs.first_run(position, forward, args, kwargs)
         stage = DroppedStage(position, module, forward, self._runs, self._dropped, program=program)

@@ -23,6 +23,7 @@ from profiler.capture.programs import (
     with_direct_calls,
 )
 from profiler.capture.random_ops import draws, random_state
+from profiler.capture.read_again import CHANGED, Batch, ReadAgain, inputs_read_again
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.capture.traced_types import is_view
 from profiler.recomputation.module_rerun import CallState
@@ -82,6 +83,9 @@ class CallProgram:
         self.backward_code = compiled(backward, is_backward=True)
         self._backward = backward
         self.runs_again = any(AGAIN in node.meta for node in backward.graph.nodes)
+        of_module = [isinstance(source, str) for source in captured.sources]
+        names = (node.name for node in captured.graph.inputs)
+        self.read_again = inputs_read_again(backward, dict(zip(names, of_module, strict=True)))
         self.outputs_code = compiled(outputs_program(captured.graph, order), is_backward=False)
         step = captured.with_arguments(step_graph_of(captured.graph))
         self.arguments_in_backward = {n for op in step.ops if op.side == "backward" for n in op.arguments}
@@ -209,7 +213,12 @@ class BoundProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's forward returns for these arguments."""
-        return self._seen(lambda: self._returned(_Call.apply(self, *self._repeated(args, kwargs)), args, kwargs))
+        return self.called(args, kwargs, None, checked=True)
+
+    def called(self, args: Any, kwargs: Any, batch: Batch | None, *, checked: bool) -> Any:
+        """The same in a step with a batch; ``checked`` is as for ``ReadAgain``."""
+        inputs = self._repeated(args, kwargs)
+        return self._seen(lambda: self._returned(_Call.apply(self, batch, checked, *inputs), args, kwargs))
 
     def dropping(self, saved: Saved, args: Any, kwargs: Any) -> Any:
         """The same, handing nothing over to backward, which asks ``saved`` for it."""
@@ -290,7 +299,9 @@ class _Call(torch.autograd.Function):
     clear_saved_tensors_on_access = boxed_grads_call = True
 
     @staticmethod
-    def forward(ctx: Any, bound: BoundProgram, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, bound: BoundProgram, batch: Batch | None, checked: bool, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         program = bound.program
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = program.forward_code([inputs[place] for place in program.places])
@@ -298,28 +309,33 @@ class _Call(torch.autograd.Function):
         handed = list(made[returned:])
         for (place, _), viewed in zip(program.parameters, program.viewed, strict=True):
             handed[place] = _as_eager_saves(handed[place], viewed)
+        ctx.lay = [handed[program.parameters[k][0]].untyped_storage()._cdata for k in program.both]
+        ctx.read_again = ReadAgain(program.read_again, handed, batch, checked=checked) if program.read_again else None
         ctx.save_for_backward(*handed)
         ctx.bound, ctx.saved = bound, None
         ctx.flags = flags_now() if program.runs_again else None
         ctx.device_type, ctx.casts = inputs[0].device.type, torch.is_autocast_enabled(inputs[0].device.type)
-        ctx.lay = [handed[program.parameters[k][0]].untyped_storage()._cdata for k in program.both]
         return _outputs_of(ctx, bound, made[:returned])
 
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _check_backward(ctx)
-        saved = list(ctx.saved_tensors if ctx.saved is None else ctx.saved)
-        if _get_current_graph_task_keep_graph():
-            ctx.saved = list(saved)
         bound: BoundProgram = ctx.bound
         program = bound.program
+        saved = list(_saved_by(ctx, program) if ctx.saved is None else ctx.saved)
+        keeps_graph = _get_current_graph_task_keep_graph()
+        if keeps_graph:
+            ctx.saved = list(saved)
+        if ctx.read_again is not None:
+            ctx.read_again.put_into(saved)
+            ctx.read_again = ctx.read_again if keeps_graph else None
         _check_places([saved[program.parameters[k][0]] for k in program.both], ctx.lay)
         bound.look_at(gradients)
         watched = program.captured.tangents if bound.watches_gradients else ()
         taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in watched]
         made = program.gradients(saved, gradients, ctx.flags)
         bound.gradients_held = bound.gradients_held or not all(storage.expired() for storage in taken)
-        return (None, *made)
+        return (None, None, None, *made)
 
 
 class _DroppedCall(torch.autograd.Function):
@@ -351,6 +367,16 @@ class _DroppedCall(torch.autograd.Function):
         for (place, _), parameter in zip(program.parameters, parameters, strict=True):
             saved[place] = parameter
         return None, None, *program.gradients(saved, gradients, ctx.flags)
+
+
+def _saved_by(ctx: Any, program: CallProgram) -> tuple[Tensor, ...]:
+    """What autograd has saved; where it says that something was changed, and ops read it that run again, in words."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if not program.read_again or "inplace operation" not in str(error):
+            raise
+        raise RerunError(CHANGED.format("a tensor")) from error
 
 
 def _check_places(parameters: Sequence[Tensor], lay: Sequence[int]) -> None:
