@@ -19,6 +19,7 @@ from planner.runtime.plan_checks import warn_of_a_retained_graph, warn_once
 from planner.runtime.shared_outputs import SharedOutputs
 from planner.runtime.stage_input import StageInput, StageOutput
 from profiler.capture.call_program import BoundProgram, CallProgram
+from profiler.capture.read_again import CHANGED
 from profiler.recomputation.module_rerun import (
     CallState,
     copies_of_parameters,
@@ -39,6 +40,7 @@ from profiler.recomputation.saved_tensors import (
     TensorStandIn,
     Values,
     is_there_anyway,
+    some_values_of,
     unpack,
 )
 from profiler.tensors.storages import storage_key
@@ -142,6 +144,7 @@ class DroppedStage:
         self._returned: SharedOutputs | None = None
         self._set_parameters: list[Tensor] = []  # by its first run, and what they held before is not known
         self._signatures: list[SavedSignature | None] = []
+        self._held_values: list[Values] = []  # of a program's parameters and buffers, some
         self._placeholders: list[Callable[[], SavedPlaceholder | None]] = []
 
     # Forward -----------------------------------------------------------------
@@ -173,13 +176,14 @@ class DroppedStage:
         """The first forward: autograd gets placeholders in place of what it saves."""
         # Whether it draws is not asked of the profile: a dropout's rate may have been changed since.
         device, changing = device_of((args, kwargs)), self.stage.mutated_buffers
+        checked = self._runs.deviations.turns.checked(self.position)
         if (program := self._program) is not None:
             draws, held = program.program.draws, program.held()
+            self._held_values = [*map(some_values_of, held)] if checked else []
             self._state = CallState(self._module, device, draws_random=draws, changing=changing, inputs=held)
             return self._run_first_as_program(program, args, kwargs)
         self._state = CallState(self._module, device, draws_random=True, changing=changing)
         undefined = self._runs.deviations.undefined.get(self.position, ())
-        checked = self._runs.deviations.turns.checked(self.position)
         state_storages = self._state.state_storages() if checked else set()
         copies = {} if self.position in self._runs.deviations.dropped_stages else copies_of_parameters(self._module)
         self._runs.deviations.dropped_stages.add(self.position)
@@ -353,6 +357,8 @@ class DroppedStage:
         assert self._state is not None
         with self._state.reinstated():
             saved = None
+            if self._held_values and [*map(some_values_of, program.held())] != self._held_values:
+                raise RerunError(CHANGED.format("a parameter"))
             if rerun.mode == "drop":
                 outputs, held = program.outputs(args, kwargs), []
             else:
