@@ -66,6 +66,8 @@ class CallProgram:
         viewed: of each of these, whether a view stands for it: no op of backward reads it itself.
         both: places among these of those that both ops of backward read and ops that run again.
         arguments_in_backward: numbers of the tensors among the arguments that backward reads where each op runs once.
+        runs_again: whether ops of the forward run again in backward.
+        read_again: inputs that these read.
         draws: whether any op draws random numbers.
         differentiable: of each tensor in the output, whether the call makes it and it takes a gradient.
     """
@@ -78,14 +80,14 @@ class CallProgram:
         self.viewed = [number in of_forward for _, number in self.parameters]
         read_again = _read_again(captured, order)
         self.both = [k for k, (_, n) in enumerate(self.parameters) if n in read_again and n not in of_forward]
+        self.runs_again = any(AGAIN in node.meta for node in backward.graph.nodes)
+        sources = zip(captured.graph.inputs, captured.sources, strict=True)
+        # What the call itself writes to no second run depends on.
+        of_module = {node.name: isinstance(each, str) for node, each in sources if each not in captured.written}
+        self.read_again = inputs_read_again(backward, of_module)
         compiled = compiled or (lambda program, is_backward: with_direct_calls(program).forward)
         self.forward_code = compiled(forward, is_backward=False)
-        self.backward_code = compiled(backward, is_backward=True)
-        self._backward = backward
-        self.runs_again = any(AGAIN in node.meta for node in backward.graph.nodes)
-        of_module = [isinstance(source, str) for source in captured.sources]
-        names = (node.name for node in captured.graph.inputs)
-        self.read_again = inputs_read_again(backward, dict(zip(names, of_module, strict=True)))
+        self._backward, self.backward_code = backward, compiled(backward, is_backward=True)
         self.outputs_code = compiled(outputs_program(captured.graph, order), is_backward=False)
         step = captured.with_arguments(step_graph_of(captured.graph))
         self.arguments_in_backward = {n for op in step.ops if op.side == "backward" for n in op.arguments}
@@ -374,7 +376,7 @@ def _saved_by(ctx: Any, program: CallProgram) -> tuple[Tensor, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if not program.read_again or "inplace operation" not in str(error):
+        if not program.read_again or "inplace" not in str(error):
             raise
         raise RerunError(CHANGED.format("a tensor")) from error
 
