@@ -41,7 +41,7 @@ from profiler.capture.call_program import Compiled
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
-from profiler.workload.precision import autocast_now, autocast_part
+from profiler.workload.precision import autocast_now, autocast_part, casts_of_parameters
 from profiler.workload.sharded_units import keep_gathered
 from profiler.workload.torch_flags import stacks_kept
 from profiler.workload.wrapped_models import autocasts_inside, inner_model
@@ -252,6 +252,8 @@ class PlannedCalls:
         self._bypassing: weakref.ref[PlannedStep] | None = None
         self._inside = False
         self._casts_inside = False
+        self._casts: object | None = None  # that autocast keeps of parameters, in the forward before
+        self._batch_before: weakref.ref[BatchCopies] | None = None
 
     def whole(self, forward: Forward) -> Forward:
         """The model's own forward: begins and ends a planned step."""
@@ -294,7 +296,24 @@ class PlannedCalls:
         say_what_hooks_do_not_see()
         self._bypassing, self._inside = None, False  # Whatever an interrupt has left of the one before.
         self._places.begin()
+        self._check_casts(batch)
         return PlannedStep(self._plan, self._lowered, self._deviations, batch, self._programs, self._engine)
+
+    def _check_casts(self, batch: BatchCopies) -> None:
+        """Refuse a second forward whose parameters autocast would not cast again: what programs cast is their own.
+
+        Raises:
+            PlanMismatch: the backward of the one before is yet to come, which adds up in the cast then.
+        """
+        before = None if self._batch_before is None else self._batch_before()
+        casts = casts_of_parameters(self._device) if self._programs.any else None
+        if casts is not None and casts is self._casts and before is not None and not before.backward_begun:
+            raise PlanMismatch(
+                "forward: expected one call of the model for each backward within one autocast context, as profiled, "
+                "got another call before backward; enter autocast for each call, or put both calls into one module "
+                "and profile that"
+            )
+        self._casts, self._batch_before = casts, weakref.ref(batch)
 
     def _step_of(self, name: str) -> PlannedStep | None:
         """The forward that a stage is called in: the model's own, or one that goes past it (``self.net(x)``).

@@ -239,6 +239,7 @@ class DroppedStage:
     def materialise(self) -> None:
         """Make again what this stage saved, and whatever the plan makes along with it."""
         warn_of_a_retained_graph()
+        self._runs.batch.backward_begun = True
         output: _RerunOutput | None = None
         for position in self._runs.backward_reaches(self.position):
             stage = self._others.get(position)

@@ -26,9 +26,13 @@ class BatchCopies:
 
     Args:
         batch: the model's arguments; None where they are not known: then it may be any tensor that needs no gradient.
+
+    Attributes:
+        backward_begun: whether the backward of a stage has begun that runs again, or as a program.
     """
 
     def __init__(self, batch: Any) -> None:
+        self.backward_begun = False
         self._storages = None if batch is None else {storage_key(tensor) for tensor in tensors_in(batch)}
         self._copies: dict[tuple[int, int, Geometry], UncountedCopy | None] = {}
 

@@ -64,6 +64,11 @@ class StagePrograms:
         self._refused: set[int] = set()
         self._failures: Counter[int] = Counter()
 
+    @property
+    def any(self) -> bool:
+        """Whether the plan runs any stage as a program."""
+        return bool(self._options)
+
     def runs(self, position: int) -> bool:
         """Whether the plan runs a stage as a program."""
         return position in self._options

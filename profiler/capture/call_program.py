@@ -314,7 +314,7 @@ class _Call(torch.autograd.Function):
         ctx.lay = [handed[program.parameters[k][0]].untyped_storage()._cdata for k in program.both]
         ctx.read_again = ReadAgain(program.read_again, handed, batch, checked=checked) if program.read_again else None
         ctx.save_for_backward(*handed)
-        ctx.bound, ctx.saved = bound, None
+        ctx.bound, ctx.saved, ctx.batch = bound, None, batch
         ctx.flags = flags_now() if program.runs_again else None
         ctx.device_type, ctx.casts = inputs[0].device.type, torch.is_autocast_enabled(inputs[0].device.type)
         return _outputs_of(ctx, bound, made[:returned])
@@ -322,6 +322,8 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _check_backward(ctx)
+        if ctx.batch is not None:
+            ctx.batch.backward_begun = True
         bound: BoundProgram = ctx.bound
         program = bound.program
         saved = list(_saved_by(ctx, program) if ctx.saved is None else ctx.saved)

@@ -19,7 +19,13 @@ CHANGED = (
 
 
 class Batch(Protocol):
-    """What a model was given in a step; the loop may write to it before backward."""
+    """What a model was given in a step; the loop may write to it before backward.
+
+    Attributes:
+        backward_begun: set as the backward of a call begins.
+    """
+
+    backward_begun: bool
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a part of it."""

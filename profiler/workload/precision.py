@@ -20,6 +20,24 @@ def precision_of(model: nn.Module, autocast: torch.dtype | None) -> str:
     return "+".join(kinds) + ("" if autocast is None else _CAST + type_name(autocast))
 
 
+def casts_of_parameters(device: torch.device) -> object | None:
+    """Stands for the casts that autocast has made of parameters, and uses again: the same object as long as these last.
+
+    None where it makes none, or keeps none.
+    """
+    if not torch.is_autocast_enabled(device.type) or not torch.is_autocast_cache_enabled():
+        return None
+    probe = _PROBES.get(device)
+    if probe is None:
+        probe = _PROBES[device] = torch.empty(0, 0, device=device, requires_grad=True)
+    with torch.enable_grad(), torch._C._DisableTorchDispatch():
+        product = torch.mm(probe, probe)
+    return None if product.grad_fn is None else product.grad_fn.next_functions[0][0]
+
+
+_PROBES: dict[torch.device, torch.Tensor] = {}  # parameters without elements
+
+
 def autocast_now(device: torch.device) -> torch.dtype | None:
     """What autocast casts to at this moment; None outside of it, and on devices that know none."""
     known = torch.amp.is_autocast_available(device.type)

@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import planner
 from profiler.measurement import captured_stages
+from profiler.recomputation.saved_tensors import RerunError
 from tests.support.exactness import assert_same
 
 WIDTH, LENGTH = 32, 16
@@ -124,6 +125,47 @@ def test_stages_that_would_round_otherwise_are_planned_op_by_op_where_that_is_al
         assert planner.measure(work, repeats=1).peak_bytes == compiled.predicted_peak_bytes
     with pytest.raises(ValueError, match="numerics: expected one of eager, compiled, got 'float'"):
         planner.solve(profile, budget, numerics="float")  # type: ignore[arg-type]
+
+
+def test_two_forwards_that_share_casts_are_refused_before_the_second_and_others_are_exact() -> None:
+    torch.manual_seed(0)
+    loss = lambda y: y.float().square().mean()  # noqa: E731
+    blocks = (nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(4))
+    work = planner.Workload(nn.Sequential(*blocks), torch.randn(128, WIDTH), loss=loss, autocast=torch.bfloat16)
+    plan = planner.solve(planner.profile(work, stages=["0", "1", "2", "3"]), "90%")
+    assert any(stage.option for stage in plan.stages)
+
+    def gradients(*, together: bool) -> list[Tensor | None]:
+        torch.manual_seed(1)
+        work.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [loss(work.model(work.inputs))]
+            losses += [loss(work.model(work.inputs))] if together else []
+        with torch.autocast("cpu", torch.bfloat16):
+            losses += [] if together else [loss(work.model(work.inputs))]
+        sum(losses).backward()  # type: ignore[union-attr]
+        return [parameter.grad for parameter in work.model.parameters()]
+
+    expected = gradients(together=False)
+    with planner.apply(work.model, plan):
+        with pytest.raises(planner.PlanMismatch, match="one call of the model for each backward"):
+            gradients(together=True)
+        assert_same(gradients(together=False), expected)
+
+
+def test_parameters_written_between_forward_and_backward_are_told_where_a_dropped_stage_runs_as_a_program() -> None:
+    work = workload()
+    profile = planner.profile(work)
+    with pytest.raises(planner.Infeasible) as refusal:
+        planner.solve(profile, 1)
+    plan = planner.solve(profile, refusal.value.minimum_budget_bytes)
+    assert any(stage.decision in ("recompute", "segment") for stage in plan.stages)
+    with planner.apply(work.model, plan):
+        loss = work.model(work.inputs).square().mean()
+        for parameter in work.model.parameters():
+            parameter.data.mul_(0.9)
+        with pytest.raises(RerunError, match="changed in place since; call backward before"):
+            loss.backward()
 
 
 @pytest.mark.slow
