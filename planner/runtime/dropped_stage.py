@@ -145,6 +145,7 @@ class DroppedStage:
         self._set_parameters: list[Tensor] = []  # by its first run, and what they held before is not known
         self._signatures: list[SavedSignature | None] = []
         self._held_values: list[Values] = []  # of a program's parameters and buffers, some
+        self._returns_others = False  # what a second run returns is not what the first one did
         self._placeholders: list[Callable[[], SavedPlaceholder | None]] = []
 
     # Forward -----------------------------------------------------------------
@@ -358,8 +359,8 @@ class DroppedStage:
         assert self._state is not None
         with self._state.reinstated():
             saved = None
-            if self._held_values and [*map(some_values_of, program.held())] != self._held_values:
-                raise RerunError(CHANGED.format("a parameter"))
+            if self._held_values:
+                self._check_held(program)
             if rerun.mode == "drop":
                 outputs, held = program.outputs(args, kwargs), []
             else:
@@ -369,6 +370,18 @@ class DroppedStage:
             self._returned.take_the_place_of(outputs, [*outputs, *(t for t in held if isinstance(t, Tensor))])
         differentiable = program.program.differentiable
         return saved, [with_other_history(t) if takes else t for t, takes in zip(outputs, differentiable, strict=True)]
+
+    def _check_held(self, program: BoundProgram) -> None:
+        """Hold parameters and buffers against some of their values before the first run.
+
+        Raises:
+            RerunError: what the program hands over depends on one that was changed since.
+        """
+        now = map(some_values_of, program.held())
+        changed = [k for k, (one, other) in enumerate(zip(now, self._held_values, strict=True)) if one != other]
+        if any(k in program.program.held_by_backward for k in changed):
+            raise RerunError(CHANGED.format("a parameter"))
+        self._returns_others = bool(changed)
 
     def _note_undefined(self, second: Mapping[int, Values], args: Any, kwargs: Any) -> None:
         """Run once more to see whether other values of saved tensors are no more than memory that nothing filled.
@@ -423,6 +436,8 @@ class DroppedStage:
                 before = self._previous._rerun(Rerun(self._previous.position, "drop", False), None)
         with self._naming_the_stage():
             held = self._input.unchanged(held)
+            if self._previous is not None and self._previous._returns_others and any(t is None for t in held):
+                raise RerunError(CHANGED.format("a parameter of the stage before"))
         links, made = self._input.links, [] if before is None else before.tensors
         return [made[links[i]] if tensor is None else tensor for i, tensor in enumerate(held)]
 

@@ -68,6 +68,8 @@ class CallProgram:
         arguments_in_backward: numbers of the tensors among the arguments that backward reads where each op runs once.
         runs_again: whether ops of the forward run again in backward.
         read_again: inputs that these read.
+        held_by_backward: places among what ``BoundProgram.held`` gives of what the values that forward makes for
+            backward depend on.
         draws: whether any op draws random numbers.
         differentiable: of each tensor in the output, whether the call makes it and it takes a gradient.
     """
@@ -95,6 +97,9 @@ class CallProgram:
         takes = iter(captured.differentiable)
         self.differentiable = [passed is None and next(takes) for passed in captured.passed_on]
         self.statistics = _statistics_among(captured)
+        held = [n for n, each in enumerate(captured.sources) if isinstance(each, str) and n not in self.statistics]
+        made_of = _made_of(captured, forward)
+        self.held_by_backward = frozenset(place for place, number in enumerate(held) if number in made_of)
         self.contributions = _contributions(captured)
         inputs = [number for number, _ in self.contributions]
         self.places = [inputs.index(number) for number in range(len(captured.sources))]
@@ -135,6 +140,20 @@ def _parameters_among(captured: CapturedCall, forward: fx.GraphModule) -> list[t
     handed = output.args[0][captured.graph.forward_outputs :]
     found = [(place, inputs[node.name]) for place, node in enumerate(handed) if node.op == "placeholder"]
     return [(place, number) for place, number in found if isinstance(captured.sources[number], str)]
+
+
+def _made_of(captured: CapturedCall, forward: fx.GraphModule) -> set[int]:
+    """Numbers of the inputs of which the values are made that a forward hands over."""
+    (output,) = forward.graph.find_nodes(op="output")
+    waiting = [node for node in output.args[0][captured.graph.forward_outputs :] if node.op != "placeholder"]
+    reached: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            waiting += node.all_input_nodes
+    names = {node.name for node in reached if node.op == "placeholder"}
+    return {number for number, node in enumerate(captured.graph.inputs) if node.name in names}
 
 
 def _read_by_forward_alone(captured: CapturedCall) -> set[int]:
