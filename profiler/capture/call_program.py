@@ -291,9 +291,15 @@ class BoundProgram:
         ]
 
     def _repeated(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The inputs, each as often as it has contributions to its gradient, which autograd adds up one by one."""
+        """The inputs, each as often as it has contributions to its gradient, which autograd adds up one by one.
+
+        What gets none is no input for autograd, which would call hooks of parameters without a gradient.
+        """
         inputs = self._inputs(args, kwargs)
-        return [inputs[number] for number, _ in self.program.contributions]
+        return [
+            inputs[number] if made is not None or not inputs[number].requires_grad else inputs[number].detach()
+            for number, made in self.program.contributions
+        ]
 
     def _returned(self, made: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         return with_tensors(self.program.captured.returned, self._with_passed_on(made, args, kwargs))

@@ -25,7 +25,7 @@ from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
 from profiler.workload.torch_flags import flags_now, set_flags
 
-AGAIN = "planner_again"  # in what is noted of a call in a program: it is a second run
+AGAIN = "planner_again"  # in what is noted of a call in a program of backward: forward has run it before
 
 
 class StepOrder(NamedTuple):
@@ -226,6 +226,7 @@ class _Writer:
         self.states: dict[fx.Node, fx.Node] = {}
         self._values = values
         self._again, self._ran = set(again), set(ran)
+        self._before = frozenset(self._ran)
         self._now: dict[fx.Node, fx.Node] = {}  # by node of the joint graph what stands for it
         self._views: dict[fx.Node, tuple[list[fx.Node], fx.Node]] = {}  # each with what it was made of
 
@@ -272,7 +273,8 @@ class _Writer:
             if draws(op):
                 target, args = run_from_state, (self.states[op], device_of(op), target, *args)
             made = self.graph.call_function(target, args, kwargs)
-        made.meta[AGAIN] = True
+        if op in self._before:
+            made.meta[AGAIN] = True
         return made
 
     def _of(self, node: fx.Node) -> fx.Node:

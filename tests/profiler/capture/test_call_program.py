@@ -202,12 +202,17 @@ def test_capturing_leaves_a_module_as_it_was() -> None:
     assert torch.equal(randomness, torch.get_rng_state())
 
 
-def test_ops_run_again_with_the_flags_of_forward() -> None:
+@pytest.mark.parametrize(
+    "order",
+    [ORDERS["all again"], lambda once: StepOrder(once.forward, [*once.backward, *once.backward])],
+    ids=["forward again", "backward twice"],
+)
+def test_ops_run_again_with_the_flags_of_their_first_run(order: Callable[[StepOrder], StepOrder]) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
     x = torch.randn(64, 32, requires_grad=True)
     captured = capture_call(module, module.forward, (x * 1,), {})
-    program = CallProgram(captured, ORDERS["all again"](order_of(captured.graph))).bound(module)
+    program = CallProgram(captured, order(order_of(captured.graph))).bound(module)
 
     def gradients(call: Callable[..., Any], *, inside: bool) -> list[Tensor]:
         with torch.backends.mkldnn.flags(enabled=False):
@@ -220,6 +225,31 @@ def test_ops_run_again_with_the_flags_of_forward() -> None:
     assert not all(map(torch.equal, expected, gradients(module, inside=True)))
     assert all(map(torch.equal, expected, gradients(program, inside=False)))
     assert torch.backends.mkldnn.enabled
+
+
+class Selecting(nn.Module):
+    """Has a parameter that its output does not depend on, though its ops read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rate = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (self.rate > 0.5)
+
+
+def test_hooks_of_parameters_without_a_gradient_are_not_called() -> None:
+    module = Selecting()
+    program = CallProgram(
+        captured := capture_call(module, module.forward, (torch.ones(4, 8),), {}), order_of(captured.graph)
+    )
+    called: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: called.append(name))
+    for call in (module, program.bound(module)):
+        call(torch.ones(4, 8)).sum().backward()
+        assert sorted(called) == ["linear.bias", "linear.weight"]
+        called.clear()
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
