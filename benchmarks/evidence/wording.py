@@ -17,12 +17,13 @@ def of(count: int, total: int) -> str:
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """A share, with so many significant digits.
+    """A share, with so many significant digits, and all before the point.
 
-    >>> percent(0.01304), percent(0.5), percent(0)
-    ('1.3 %', '50 %', '0 %')
+    >>> percent(0.01304), percent(0.5), percent(0), percent(8.15)
+    ('1.3 %', '50 %', '0 %', '815 %')
     """
-    return f"{100 * share:.{digits}g} %"
+    value = 100 * share
+    return f"{value:.0f} %" if abs(value) >= 10**digits else f"{value:.{digits}g} %"
 
 
 def span(values: Frame, form: str = ".2g") -> str:

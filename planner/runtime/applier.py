@@ -306,7 +306,7 @@ class PlannedCalls:
             PlanMismatch: the backward of the one before is yet to come, which adds up in the cast then.
         """
         before = None if self._batch_before is None else self._batch_before()
-        casts = casts_of_parameters(self._device) if self._programs.any else None
+        casts = casts_of_parameters(self._device) if self._programs.has_programs else None
         if casts is not None and casts is self._casts and before is not None and not before.backward_begun:
             raise PlanMismatch(
                 "forward: expected one call of the model for each backward within one autocast context, as profiled, "

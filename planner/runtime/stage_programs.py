@@ -65,7 +65,7 @@ class StagePrograms:
         self._failures: Counter[int] = Counter()
 
     @property
-    def any(self) -> bool:
+    def has_programs(self) -> bool:
         """Whether the plan runs any stage as a program."""
         return bool(self._options)
 

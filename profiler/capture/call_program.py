@@ -25,7 +25,6 @@ from profiler.capture.programs import (
 from profiler.capture.random_ops import draws, random_state
 from profiler.capture.read_again import CHANGED, Batch, ReadAgain, inputs_read_again
 from profiler.capture.step_dataflow import step_graph_of
-from profiler.capture.traced_types import is_view
 from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.saved_tensors import RerunError
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
@@ -80,13 +79,13 @@ class CallProgram:
         self.parameters = _parameters_among(captured, forward)
         of_forward = _read_by_forward_alone(captured)
         self.viewed = [number in of_forward for _, number in self.parameters]
-        read_again = _read_again(captured, order)
-        self.both = [k for k, (_, n) in enumerate(self.parameters) if n in read_again and n not in of_forward]
         self.runs_again = any(AGAIN in node.meta for node in backward.graph.nodes)
         sources = zip(captured.graph.inputs, captured.sources, strict=True)
         # What the call itself writes to no second run depends on.
         of_module = {node.name: isinstance(each, str) for node, each in sources if each not in captured.written}
         self.read_again = inputs_read_again(backward, of_module)
+        again = {each.place for each in self.read_again}
+        self.both = [k for k, (place, n) in enumerate(self.parameters) if place in again and n not in of_forward]
         compiled = compiled or (lambda program, is_backward: with_direct_calls(program).forward)
         self.forward_code = compiled(forward, is_backward=False)
         self._backward, self.backward_code = backward, compiled(backward, is_backward=True)
@@ -160,22 +159,6 @@ def _read_by_forward_alone(captured: CapturedCall) -> set[int]:
     """Numbers of the inputs that no op of backward reads itself: only views of forward's, and ops that run again."""
     graph = captured.graph
     return {n for n, node in enumerate(graph.inputs) if all(user in graph.forward_ops for user in node.users)}
-
-
-def _read_again(captured: CapturedCall, order: StepOrder) -> set[int]:
-    """Numbers of the inputs that ops of the forward read which run again in backward, by views as well."""
-    graph = captured.graph
-    again = {*order.backward}
-    reading = [op for op in graph.ops if op in graph.forward_ops and op.name in again]
-    numbers = {node: number for number, node in enumerate(graph.inputs)}
-    found: set[int] = set()
-    while reading:
-        for source in reading.pop().all_input_nodes:
-            if source in numbers:
-                found.add(numbers[source])
-            elif is_view(source):
-                reading.append(source)
-    return found
 
 
 def _statistics_among(captured: CapturedCall) -> frozenset[int]:

@@ -46,18 +46,20 @@ def captured(
 
     Attributes that a first call sets, and those after it need not (a ``problem_type``), are set then.
     """
+
+    def traced() -> tuple[CallGuard, CapturedCall]:
+        return CallGuard(module, args, kwargs), capture_call(module, forward, args, kwargs, gradients)
+
     try:
-        guard = CallGuard(module, args, kwargs)
-        call = capture_call(module, forward, args, kwargs, gradients)
+        guard, call = traced()
     except UnsettledError as error:
         if not error.changes:
             raise
         try:
             for change in error.changes:
                 change.make()
-            guard = CallGuard(module, args, kwargs)
-            call = capture_call(module, forward, args, kwargs, gradients)
-        except Exception:
+            guard, call = traced()
+        except BaseException:  # Whatever ends it, the module is left as it was.
             for change in error.changes:
                 change.undo()
             raise

@@ -91,13 +91,13 @@ class _Copied(NamedTuple):
 
 
 class ReadAgain:
-    """What was there in forward.
+    """Inputs that ops read which run again, as they were in forward.
 
     Args:
         reads: the inputs.
         handed: what forward hands over; what of the batch only second runs read is taken out of it.
         batch: of the step; None where it is not known.
-        checked: whether some values of parameters are held against those in backward.
+        checked: whether backward compares some values of parameters with those of forward.
     """
 
     __slots__ = ("_copies", "_values")
