@@ -147,6 +147,8 @@ def _with_exact_programs(
                 better = solved(more)
             except KeyboardInterrupt:
                 return replace(plan, interrupted=True)
+            except NoPlan:  # More programs to choose from are searched less finely.
+                break
             if better.predicted_seconds >= plan.predicted_seconds:
                 break
             worth_more = better.predicted_seconds < plan.predicted_seconds * (1 - _EXACT_GAIN)

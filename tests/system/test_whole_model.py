@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, interpolate, layer_norm
 
 import planner
+from planner.plans import cut_choice
 from planner.zoo import build
 from tests.support.exactness import assert_same, state_after
 
@@ -129,10 +130,18 @@ def test_a_model_without_blocks_is_one_stage_without_being_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_that_read_far_back_are_one_stage_where_its_plans_are_faster() -> None:
+@pytest.mark.parametrize("faster", ["whole", "parts"])
+def test_blocks_that_read_far_back_are_one_stage_where_its_plans_are_faster(
+    faster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowdown(profile: planner.Profile, budget_bytes: int) -> float:
+        whole = sum(stage.kind == "stage" for stage in profile.stages) == 1
+        return 1.1 if whole == (faster == "whole") else 1.2
+
+    monkeypatch.setattr(cut_choice, "_slowdown", slowdown)
     profile = planner.profile(build("unet", image=64, hidden=8, batch=8))
-    (stage,) = [stage for stage in profile.stages if stage.kind == "stage"]
-    assert stage.name == "the model"
+    names = [stage.name for stage in profile.stages if stage.kind == "stage"]
+    assert (names == ["the model"]) == (faster == "whole")
 
 
 @pytest.mark.slow

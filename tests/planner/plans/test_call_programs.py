@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import planner
+from planner.plans import solving
 from planner.plans.call_programs import program_menu, with_exact_programs
 from planner.plans.cost_model import chain_of
 from profiler.capture.call_program import CallProgram
@@ -134,3 +136,19 @@ def test_a_dropped_stage_gets_a_program_for_the_room_from_its_first_run_on(block
     new = [option for menu in more.menus for option in menu.options if id(option) not in known]
     assert max(option.freed_bytes for option in new) > captured[0].kept_bytes / 2
     assert any(option.ops_again for option in new)
+
+
+def test_a_plan_stays_where_the_chain_with_more_programs_has_none(
+    blocks: planner.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = planner.solve(blocks, "60%").predicted_peak_bytes
+    tried: list[int] = []
+
+    def fewer(profile: planner.Profile, *_: object) -> planner.Profile:
+        tried.append(len(profile.menus))
+        menus = tuple(replace(menu, options=menu.options[:1]) for menu in profile.menus)
+        return replace(profile, menus=menus, stages=tuple(replace(each, recomputable=False) for each in profile.stages))
+
+    monkeypatch.setattr(solving, "with_exact_programs", fewer)
+    assert planner.solve(blocks, budget).predicted_peak_bytes <= budget
+    assert tried
