@@ -38,9 +38,9 @@ class BatchCopies:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is a part of the batch."""
-        if tensor.grad_fn is not None or tensor.requires_grad:
+        if tensor.grad_fn is not None:
             return False
-        return self._storages is None or storage_key(tensor) in self._storages
+        return not tensor.requires_grad if self._storages is None else storage_key(tensor) in self._storages
 
     def copy_of(self, tensor: Tensor) -> UncountedCopy | None:
         """Its values in host memory, once a step; None for tensors that cannot be copied as they lie."""

@@ -46,7 +46,7 @@ def gradients(call: Callable[..., Tensor], change: Callable[[Any], object], kind
     torch.manual_seed(0)
     module, x, gate = kind(), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
     y = call(module, x, gate)
-    change({"gate": gate, "weight": module.linear.weight, "bias": module.linear.bias})
+    change({"x": x, "gate": gate, "weight": module.linear.weight, "bias": module.linear.bias})
     return list(torch.autograd.grad(y.square().sum(), [x, *module.parameters()]))
 
 
@@ -78,3 +78,13 @@ def test_a_batch_that_only_second_runs_read_may_be_written_to(change: Callable[[
 def test_other_changes_are_refused(kind: type[Gated], change: Callable[[Any], object], what: str) -> None:
     with pytest.raises(RerunError, match=f"expected {what}.*changed in place since; call backward before"):
         gradients(planned, change, kind)
+
+
+def test_a_batch_that_asks_for_its_gradient_may_be_written_to_as_well() -> None:
+    def leaf(module: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
+        return program_of(module, (x, gate)).called((x, gate), {}, BatchCopies((x, gate)), checked=True)
+
+    def change(of: Any) -> None:
+        of["x"].data.fill_(2.0)
+
+    assert all(map(torch.equal, gradients(eager, change), gradients(leaf, change)))
