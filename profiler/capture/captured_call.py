@@ -154,6 +154,7 @@ def capture_call(
         contextlib.ExitStack() as stack,
     ):
         stack.enter_context(_tangents_lying(gradients))
+        hooks = stack.enter_context(_hooks_on_saved_tensors())
         # What the cache gives back has lost the size of its storage: aten.copy of a part makes one like the whole.
         stack.enter_context(config.patch(fake_tensor_cache_enabled=False))
         try:
@@ -179,6 +180,11 @@ def capture_call(
     if flat.changed_arguments:
         raise CaptureError(
             "expected a call that leaves its arguments as they are, got one that adds to or takes from them"
+        )
+    if hooks:
+        raise CaptureError(
+            "expected a call that leaves what it saves for backward to autograd, got one with hooks on saved tensors "
+            "(torch.utils.checkpoint, save_on_cpu): a program would call none"
         )
     outputs = joint._aot_state.fw_metadata.output_info
     if any(each.output_type.name not in _FRESH for each in outputs):
@@ -261,6 +267,23 @@ def _tangents_lying(layouts: GradientLayouts) -> Iterator[None]:
         yield
     finally:
         analysis.coerce_tangent_and_suggest_memory_format = usual
+
+
+@contextlib.contextmanager
+def _hooks_on_saved_tensors() -> Iterator[list[Any]]:
+    """The hooks on saved tensors that are set inside. Tracing calls them, and what they do is in no graph."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    usual, entered = hooks.__enter__, list[Any]()
+
+    def enter(self: Any) -> None:
+        entered.append(self)
+        usual(self)
+
+    hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield entered
+    finally:
+        hooks.__enter__ = usual  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from profiler.capture.call_program import CallProgram, difference
 from profiler.capture.captured_call import GradientLayouts, capture_call
@@ -329,9 +330,22 @@ class Writing(nn.Module):
         return x.mul_(2).exp()
 
 
+class Checkpointed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(torch.exp, x, use_reentrant=False)  # type: ignore[return-value]
+
+
+class Halving(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.half, Tensor.float):
+            return x.exp()
+
+
 @pytest.mark.parametrize(
     ("module", "why"),
     [
+        (Checkpointed(), "hooks on saved tensors"),
+        (Halving(), "hooks on saved tensors"),
         (Branching(), "traced as one graph"),
         (Lending(), "of its own"),
         (Writing(), "changes its arguments"),
