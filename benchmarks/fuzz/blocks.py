@@ -27,7 +27,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(p)
+        # No rate that a habit could raise from 0: that is another model, and under no_grad nothing says so.
+        self.dropout = nn.Dropout(p) if p else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(self.dropout(F.gelu(self.first(self.norm(x)))))
