@@ -13,7 +13,14 @@ from planner.runtime.offload_matching import input_storages
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.module_rerun import detached
-from profiler.recomputation.saved_tensors import Geometry, RerunError, geometry_of, version_of
+from profiler.recomputation.saved_tensors import (
+    Geometry,
+    RerunError,
+    Values,
+    geometry_of,
+    some_values_of,
+    version_of,
+)
 from profiler.tensors.storages import storage_key
 from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
@@ -63,7 +70,7 @@ class StageInput:
         hold_linked: whether linked tensors are held as well; else the stage before makes them again.
     """
 
-    __slots__ = ("_arguments", "_copies", "_stage_name", "_tensors", "_versions", "links")
+    __slots__ = ("_arguments", "_copies", "_stage_name", "_tensors", "_values", "_versions", "links")
 
     def __init__(
         self, stage_name: str, arguments: Any, tensors: Sequence[Tensor], links: dict[int, int], hold_linked: bool
@@ -75,21 +82,23 @@ class StageInput:
         self._tensors: list[Tensor | OffloadableTensor | None] = detached(held)
         self._versions = [version_of(tensor) for tensor in tensors]
         self._copies: dict[int, UncountedCopy] = {}
+        self._values: dict[int, Values] = {}  # some, of what is of the batch
 
     def holds_of(self, batch: BatchCopies) -> bool:
         """Whether anything that it holds is a part of the batch."""
         return any(isinstance(tensor, Tensor) and batch.holds(tensor) for tensor in self._tensors)
 
     def copy_batch(self, batch: BatchCopies, saved: Collection[int]) -> None:
-        """Copy what is of the batch, unless autograd has saved it: then it checks itself that it stays.
+        """Copy what is of the batch, unless autograd has saved it: then backward reads what is there by then.
 
         Args:
             batch: of the step.
             saved: storages that the call saved for backward.
         """
         for i, tensor in enumerate(self._tensors):
-            if isinstance(tensor, Tensor) and batch.holds(tensor) and storage_key(tensor) not in saved:
-                copied = batch.copy_of(tensor)
+            if isinstance(tensor, Tensor) and batch.holds(tensor):
+                self._values[i] = some_values_of(tensor)
+                copied = batch.copy_of(tensor) if storage_key(tensor) not in saved else None
                 if copied is not None:
                     self._copies[i] = copied
 
@@ -111,7 +120,9 @@ class StageInput:
         """
         now = list(tensors)
         for i, (tensor, version) in enumerate(zip(tensors, self._versions, strict=True)):
-            if tensor is not None and version_of(tensor) != version:
+            if tensor is None:
+                continue
+            if version_of(tensor) != version or self._has_other_values(i, tensor):
                 if i not in self._copies:
                     raise RerunError(
                         "expected its input to be as it was in forward, got one that was changed in place since; "
@@ -120,6 +131,12 @@ class StageInput:
                     )
                 now[i] = self._copies[i].on(tensor.device)
         return now
+
+    def _has_other_values(self, number: int, tensor: Tensor) -> bool:
+        """Whether a tensor of the batch was written to past autograd (``tensor.data``), as far as is looked at."""
+        if number in self._copies and self._copies[number].other_than(tensor):
+            return True
+        return number in self._values and some_values_of(tensor) != self._values[number]
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """The positional and keyword arguments with these tensors in their places."""
@@ -137,7 +154,7 @@ class StageInput:
     def release(self) -> None:
         """Hold nothing any more."""
         self._tensors = []
-        self._copies = {}
+        self._copies, self._values = {}, {}
 
     def offload(self, numbers: Sequence[int]) -> list[OffloadedStorage]:
         """The storages under some of the tensors, which may leave the device; those changed in place since stay."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
@@ -299,12 +300,17 @@ def test_nothing_stays_behind_when_backward_never_comes(monkeypatch: pytest.Monk
             gc.enable()
 
 
-def test_an_input_changed_in_place_between_forward_and_backward_is_refused() -> None:
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.data.add_(1)], ids=["in place", "through data"])
+@pytest.mark.parametrize("menus", [True, False])
+def test_an_input_changed_between_forward_and_backward_is_refused(
+    menus: bool, write: Callable[[Tensor], object]
+) -> None:
     work = workload("plain")
-    profile = planner.profile(work, stages=["blocks.*"])
-    with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
+    profile = planner.profile(work, stages=["blocks.*"], menus=menus)
+    first = next(stage.name for stage in profile.stages if stage.kind == "stage")
+    with planner.apply(work.model, planner.state(profile, planner.Rules(checkpoints=[first]))):
         loss = work.forward()
-        work.inputs.add_(1)  # type: ignore[union-attr]
+        write(work.inputs)  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
             loss.backward()
 
