@@ -12,7 +12,7 @@ from planner.plans.graph_solving import first_difference
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.plan_checks import warn_once
-from profiler.capture.call_guard import CallGuard, differing_attributes
+from profiler.capture.call_guard import CallGuard
 from profiler.capture.call_program import BoundProgram, CallProgram, Compiled
 from profiler.capture.capture_cache import captured, captures_of
 from profiler.capture.captured_call import CapturedCall, GradientLayouts
@@ -134,9 +134,7 @@ class StagePrograms:
             if known.module is module:
                 holds = not known.guard.refusal(args, kwargs)
             else:
-                differing = differing_attributes(known.module, module)
-                may_share = differing is not None and differing <= set(menu.unread)
-                holds = may_share and not known.guard.other_arguments(args, kwargs)
+                holds = known.guard.holds_for_another(module, menu.unread, args, kwargs)
             if holds and not first_difference(menu.graph, step_graph_of(known.call.graph), sizes_differ=True):
                 return known.call
         call = captured(model, module, forward, args, kwargs, gradients).call

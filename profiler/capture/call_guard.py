@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import zip_longest
 from typing import Any
 
@@ -66,6 +67,21 @@ class CallGuard:
         if any(space.get(name) is not value for space, name, value in self._globals):
             return "a global that it reads is another"
         return "" if self._torch.is_now() else "torch's settings are others (autocast, flags, modes)"
+
+
+    def holds_for_another(self, module: nn.Module, unread: Collection[str], args: Any, kwargs: Any) -> bool:
+        """Whether a call of another module is as the captured one, whose own module has to be as it was then.
+
+        Args:
+            module: of the call.
+            unread: attributes that may differ.
+            args, kwargs: of the call.
+        """
+        differing = differing_attributes(self._module, module)
+        if differing is None or not differing <= {*unread}:
+            return False
+        is_trained_alike = [parameter.requires_grad for parameter in module.parameters()] == self._trained
+        return is_trained_alike and not self.refusal(args, kwargs)
 
 
 class without_forward:  # a generator would take longer, and guards are asked at every call

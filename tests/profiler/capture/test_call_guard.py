@@ -175,3 +175,19 @@ def test_blocks_that_take_a_dataclass_run_as_the_programs_of_their_plan() -> Non
     assert any(action.option for action in plan.schedule.actions)  # It runs again as a program.
     with planner.apply(model, plan):
         assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes
+
+
+def test_what_holds_for_one_module_holds_for_one_like_it_as_long_as_the_first_is_as_it_was() -> None:
+    one, other, args = Block(), Block(), (torch.randn(2, 4),)
+    guard = CallGuard(one, args, {})
+    assert guard.holds_for_another(other, (), args, {})
+    one.dropout.p = other.dropout.p = 0.2  # Alike, and not as captured.
+    assert not guard.holds_for_another(other, (), args, {})
+    one.dropout.p = other.dropout.p = 0.1
+    assert guard.holds_for_another(other, (), args, {})
+    assert not guard.holds_for_another(other, (), (torch.randn(3, 4),), {})
+    other.number = 1
+    assert not guard.holds_for_another(other, (), args, {})
+    assert guard.holds_for_another(other, (".number",), args, {})
+    other.linear.bias.requires_grad_(False)
+    assert not guard.holds_for_another(other, (".number",), args, {})
