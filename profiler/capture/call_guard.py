@@ -68,7 +68,6 @@ class CallGuard:
             return "a global that it reads is another"
         return "" if self._torch.is_now() else "torch's settings are others (autocast, flags, modes)"
 
-
     def holds_for_another(self, module: nn.Module, unread: Collection[str], args: Any, kwargs: Any) -> bool:
         """Whether a call of another module is as the captured one, whose own module has to be as it was then.
 

@@ -257,6 +257,9 @@ class _Writer:
         """The program returns these, and the states that ops drew from."""
         returned = [self._of(each) if isinstance(each, fx.Node) else each for each in outputs]
         self.graph.output((*returned, *(self.states[op] for op in states)))
+        for node in reversed(self.graph.find_nodes(op="call_function", target=operator.getitem)):
+            if not node.users:  # Where calls are run one by one it would be there to the end.
+                self.graph.erase_node(node)
 
     def _first_run(self, op: fx.Node) -> fx.Node:
         if draws(op) and op in self._again:

@@ -26,6 +26,7 @@ from profiler.tensors.tensor_trees import in_new_containers
 from profiler.trace.alike_stages import HOOKS_OF_CALLS
 from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.partition import ChosenStage
+from profiler.trace.step_record import Call, Trace
 
 ProposeRuns = Callable[[StepGraph], Sequence[StepRuns]]
 _OTHER_GRAPH = "stages like it are captured as another graph"
@@ -65,6 +66,7 @@ class KindCapture:
 
     Args:
         stages: of the step.
+        trace: of the step that they were chosen from.
         model: whose modules they are of.
         device: of the step.
         gradient_strides: of the gradients of what the stages return.
@@ -73,11 +75,12 @@ class KindCapture:
     def __init__(
         self,
         stages: Sequence[ChosenStage],
+        trace: Trace,
         model: nn.Module,
         device: torch.device,
         gradient_strides: Mapping[int, Sequence[tuple[int, ...]]],
     ) -> None:
-        self._stages, self._model, self._device = stages, model, device
+        self._stages, self._trace, self._model, self._device = stages, trace, model, device
         self._gradient_strides = {k: tuple(each) for k, each in gradient_strides.items()}
         self._kind = CapturedKind()
         self._programs: list[tuple[CallProgram, nn.Module, int]] = []
@@ -126,7 +129,7 @@ class KindCapture:
         for name, inner in call.module.named_modules():
             if name and any(getattr(inner, kind) for kind in HOOKS_OF_CALLS):
                 return f"{name!r} inside it has hooks, which a program would not run"
-        if first.state.casts() and self._shares_parameters(call.module):
+        if first.state.casts() and self._shares_parameters(call):
             return (
                 "autocast casts its parameters once for it and for other calls that use them, and adds up in the cast"
             )
@@ -134,12 +137,15 @@ class KindCapture:
             return "its parameters are of a type of their own"
         return "it has units of fully_shard inside" if first.state.units.inside else ""
 
-    def _shares_parameters(self, module: nn.Module) -> bool:
-        """Whether other calls use parameters of a module, or it is called several times."""
-        if sum(stage.call.module is module for stage in self._stages) > 1:
-            return True
-        mine = {id(p) for p in module.parameters()}
-        return any(id(p) in mine for other in _modules_outside(self._model, module) for p in other._parameters.values())
+    def _shares_parameters(self, call: Call) -> bool:
+        """Whether anything outside of a call uses parameters of its module: another call, too, that is no stage's."""
+        inside, calls = {*call.module.modules()}, self._trace.calls
+        for position, other in enumerate(calls):
+            if other.module in inside and call not in (other, *(calls[k] for k in self._trace.ancestors(position))):
+                return True
+        mine = {id(p) for p in call.module.parameters()}
+        others = _modules_outside(self._model, call.module)
+        return any(id(p) in mine for other in others for p in other._parameters.values())
 
     def _capture(self, k: int, first: FirstRun) -> str:
         kind, module, strides = self._kind, self._stages[k].call.module, self._gradient_strides.get(k)

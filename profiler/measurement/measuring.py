@@ -93,6 +93,7 @@ class Measuring:
         self._randomness = randomness
         self._report = report
         self._late_phases: list[Phase] = []
+        self._traced_step: Trace | None = None
         self._wanted: dict[int, list[int]] = {}  # by family, the stages to capture
         self._gradient_strides: dict[int, list[tuple[int, ...]]] = {}
 
@@ -215,6 +216,7 @@ class Measuring:
             raise StagesError(SEVERAL_CALLS)
         stages = choose_stages(trace, patterns)
         largest([stage.name for stage in stages])  # They have to be the same.
+        self._traced_step = trace
         return trace, stages
 
     def _traced(self) -> Trace:
@@ -292,9 +294,13 @@ class Measuring:
         captures: dict[int, KindCapture] = {}
         for members in self._wanted.values():
             if not any(reruns[k].failure for k in members):
-                model = inner_model(self._workload.model)
-                captures |= dict.fromkeys(members, KindCapture(stages, model, self._device, self._gradient_strides))
+                captures |= dict.fromkeys(members, self._capture_of(stages))
         return dict(sorted(captures.items()))
+
+    def _capture_of(self, stages: Sequence[ChosenStage]) -> KindCapture:
+        assert self._traced_step is not None
+        model = inner_model(self._workload.model)
+        return KindCapture(stages, self._traced_step, model, self._device, self._gradient_strides)
 
     def _finish_captures(self, groups: Sequence[OptionGroup], captures: Mapping[int, KindCapture]) -> None:
         kinds = {family: captures[of[0]].finished() for family, of in self._wanted.items() if of[0] in captures}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from planner import zoo
 from planner.plans.graph_solving import runs_of
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.capture.call_program import CallProgram, difference
 from profiler.capture.captured_call import capture_call
-from profiler.capture.programs import StepOrder
+from profiler.capture.programs import StepOrder, order_of, programs_of
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
@@ -55,3 +58,12 @@ def test_a_program_computes_what_the_module_does(name: str, share: float) -> Non
     assert runs.again
     program = CallProgram(captured, StepOrder.of(step, runs)).bound(model)
     assert difference(program, model, model.forward, args, kwargs) == ""
+
+
+def test_programs_take_no_items_that_nobody_reads() -> None:
+    """Run one by one, as under other flags than those of forward, they would be there to the end."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    captured = capture_call(module, module.forward, (torch.randn(4, 8, requires_grad=True),), {})
+    once = order_of(captured.graph)
+    for program in programs_of(captured.graph, StepOrder(once.forward, (*once.forward, *once.backward))):
+        assert all(item.users for item in program.graph.find_nodes(op="call_function", target=operator.getitem))

@@ -43,12 +43,19 @@ class Net(nn.Module):
         return x
 
 
+class CallsAgain(Net):
+    """Calls a part of its first block by itself, which is no stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0].line(super().forward(x))  # type: ignore[union-attr, operator]
+
+
 def captured(model: nn.Module, *, autocast: torch.dtype | None = None, refused: str = "") -> CapturedKind:
     torch.manual_seed(0)
     work = Workload(model=model, inputs=torch.randn(4, WIDTH), loss=torch.sum, autocast=autocast)
     trace = trace_step(work)
     stages = choose_stages(trace, ["blocks.*"])
-    capture = KindCapture(stages, model, CPU, {})
+    capture = KindCapture(stages, trace, model, CPU, {})
     if refused:
         capture.refuse(refused)
     with preserved(work), StageProbe(work, stages) as probe:
@@ -121,6 +128,7 @@ def test_under_autocast_parameters_that_others_share_are_cast_once_for_all() -> 
     other.line, tied.line.weight = shared.line, shared.line.weight
     for blocks in ([shared, Block(), shared], [shared, other], [Block(), tied, shared]):
         assert "autocast casts its parameters once" in captured(Net(blocks), autocast=torch.bfloat16).opaque
+    assert "autocast casts its parameters once" in captured(CallsAgain([Block()]), autocast=torch.bfloat16).opaque
     assert captured(Net([shared, Block()]), autocast=torch.bfloat16).opaque == ""
     assert captured(Net([shared, other, tied])).opaque == ""
 
