@@ -79,8 +79,12 @@ class CallGuard:
         differing = differing_attributes(self._module, module)
         if differing is None or not differing <= {*unread}:
             return False
-        is_trained_alike = [parameter.requires_grad for parameter in module.parameters()] == self._trained
-        return is_trained_alike and not self.refusal(args, kwargs)
+        return _held_by(module) == _held_by(self._module) and not self.refusal(args, kwargs)
+
+
+def _held_by(module: nn.Module) -> list[tuple[str, bool]]:
+    """Names of a module's parameters and buffers, and which are trained."""
+    return [(name, held.requires_grad) for name, held in (*module.named_parameters(), *module.named_buffers())]
 
 
 class without_forward:  # a generator would take longer, and guards are asked at every call

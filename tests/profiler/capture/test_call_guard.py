@@ -191,3 +191,5 @@ def test_what_holds_for_one_module_holds_for_one_like_it_as_long_as_the_first_is
     assert guard.holds_for_another(other, (".number",), args, {})
     other.linear.bias.requires_grad_(False)
     assert not guard.holds_for_another(other, (".number",), args, {})
+    other.linear.register_parameter("bias", None)
+    assert not guard.holds_for_another(other, (".number",), args, {})
