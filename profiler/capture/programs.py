@@ -142,6 +142,11 @@ def _direct_call(node: fx.Node) -> Any:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable or draws(node):
         return None
+    # Of a reduction that is left out torch's functions make none, and ops a mean.
+    if any(
+        each.name == "reduction" and each.name not in node.kwargs for each in op._schema.arguments[len(node.args) :]
+    ):
+        return None
     taken = [str(argument.type) for argument in op._schema.arguments]
     if {"Tensor", "List[Tensor]"}.isdisjoint(taken) or "List[Optional[Tensor]]" in taken:  # Of indices some are None.
         return None

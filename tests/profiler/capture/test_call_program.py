@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy, cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 
 from profiler.capture.call_program import CallProgram, difference
@@ -375,6 +376,18 @@ def test_uses_of_an_input_add_up_in_the_order_of_eager_code() -> None:
     module, args = Uses(), (torch.randn(64, requires_grad=True) * 1,)
     captured = capture_call(module, module.forward, args, {})
     assert [len(numbers) for numbers in captured.gradients] == [3]
+    program = CallProgram(captured, order_of(captured.graph))
+    assert difference(program.bound(module), module, module.forward, args, {}) == ""
+
+
+@pytest.mark.parametrize("loss", [mse_loss, l1_loss, smooth_l1_loss, huber_loss, binary_cross_entropy, cross_entropy])
+def test_a_program_that_makes_a_loss_makes_one_number(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Lossy(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return loss(x.sigmoid(), y)
+
+    module, args = Lossy(), (torch.randn(4, 8, requires_grad=True) * 1, torch.rand(4, 8))
+    captured = capture_call(module, module.forward, args, {})
     program = CallProgram(captured, order_of(captured.graph))
     assert difference(program.bound(module), module, module.forward, args, {}) == ""
 
