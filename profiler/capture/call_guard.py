@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from itertools import zip_longest
 from typing import Any
@@ -79,12 +80,15 @@ class CallGuard:
         differing = differing_attributes(self._module, module)
         if differing is None or not differing <= {*unread}:
             return False
-        return _held_by(module) == _held_by(self._module) and not self.refusal(args, kwargs)
+        trained = [parameter.requires_grad for parameter in module.parameters()]
+        # What is frozen here gets a gradient that nobody takes.
+        gets_gradients = all(map(operator.le, trained, self._trained))
+        return gets_gradients and _names_held(module) == _names_held(self._module) and not self.refusal(args, kwargs)
 
 
-def _held_by(module: nn.Module) -> list[tuple[str, bool]]:
-    """Names of a module's parameters and buffers, and which are trained."""
-    return [(name, held.requires_grad) for name, held in (*module.named_parameters(), *module.named_buffers())]
+def _names_held(module: nn.Module) -> list[str]:
+    """Names of a module's parameters and buffers."""
+    return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
 
 
 class without_forward:  # a generator would take longer, and guards are asked at every call

@@ -90,6 +90,23 @@ def test_a_frozen_part_that_is_trained_now_is_said_once() -> None:
     assert sum("a frozen one that is trained now; the peak is not promised" in line for line in said) == 1
 
 
+def test_of_two_frozen_parts_the_one_that_is_trained_later_gets_its_gradient() -> None:
+    work, other = (workload([Residual() for _ in range(6)]) for _ in range(2))
+    for each in (work, other):
+        for name in ("blocks.2", "blocks.3"):
+            each.model.get_submodule(name).requires_grad_(False)
+    plan = smallest_plan(work)
+    other.model.load_state_dict(work.model.state_dict())
+    with planner.apply(work.model, plan):
+        for each in (work, other):
+            each.model.get_submodule("blocks.3").requires_grad_(True)
+            each.zero_grad()
+            said_in(each, steps=1)
+    for one, theirs in zip(work.model.parameters(), other.model.parameters(), strict=True):
+        assert (one.grad is None) == (theirs.grad is None)
+        assert one.grad is None or theirs.grad is None or torch.equal(one.grad, theirs.grad)
+
+
 def test_a_part_that_is_frozen_is_said_where_its_casts_were_shared() -> None:
     plain, cast = (workload([Residual() for _ in range(6)], autocast=autocast) for autocast in (None, "bfloat16"))
     for work, expected in ((plain, 0), (cast, 1)):

@@ -189,7 +189,14 @@ def test_what_holds_for_one_module_holds_for_one_like_it_as_long_as_the_first_is
     other.number = 1
     assert not guard.holds_for_another(other, (), args, {})
     assert guard.holds_for_another(other, (".number",), args, {})
-    other.linear.bias.requires_grad_(False)
-    assert not guard.holds_for_another(other, (".number",), args, {})
+    other.linear.bias.requires_grad_(False)  # Its gradient is made, and not taken.
+    assert guard.holds_for_another(other, (".number",), args, {})
+    one.linear.bias.requires_grad_(False)
+    frozen = CallGuard(one, args, {})
+    assert frozen.holds_for_another(other, (".number",), args, {})
+    other.linear.bias.requires_grad_(True)
+    assert not frozen.holds_for_another(other, (".number",), args, {})
+    one.linear.bias.requires_grad_(True)
+    assert guard.holds_for_another(other, (".number",), args, {})
     other.linear.register_parameter("bias", None)
     assert not guard.holds_for_another(other, (".number",), args, {})
