@@ -70,5 +70,5 @@ def test_each_stage_has_a_plan_and_all_of_its_micro_batches_fit(name: str) -> No
     assert [said["most_beside"] for said in both] == {"gpipe": [3, 3], "1f1b": [1, 0]}[name]
     for said in both:
         assert all(same for same, *_ in said["plans"])
-        assert all(peak <= predicted <= budget for _, peak, budget, predicted, _ in said["plans"])
+        assert all(peak <= predicted <= budget for _, peak, budget, predicted, _ in said["plans"]), said["plans"]
         assert said["plans"][-1][-1] > 0
