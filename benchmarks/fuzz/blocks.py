@@ -27,7 +27,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        # No rate that a habit could raise from 0: that is another model, and under no_grad nothing says so.
+        # A habit that raised a rate from 0 would train another model than the profiled one.
+        # The planner cannot see that where the block runs under no_grad.
         self.dropout = nn.Dropout(p) if p else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:

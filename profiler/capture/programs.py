@@ -142,10 +142,9 @@ def _direct_call(node: fx.Node) -> Any:
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or op._schema.is_mutable or draws(node):
         return None
-    # Of a reduction that is left out torch's functions make none, and ops a mean.
-    if any(
-        each.name == "reduction" and each.name not in node.kwargs for each in op._schema.arguments[len(node.args) :]
-    ):
+    # Where the reduction is left out, torch's functions do not reduce, and ops take the mean.
+    left_out = {argument.name for argument in op._schema.arguments[len(node.args) :]} - node.kwargs.keys()
+    if "reduction" in left_out:
         return None
     taken = [str(argument.type) for argument in op._schema.arguments]
     if {"Tensor", "List[Tensor]"}.isdisjoint(taken) or "List[Optional[Tensor]]" in taken:  # Of indices some are None.
@@ -263,7 +262,7 @@ class _Writer:
         returned = [self._of(each) if isinstance(each, fx.Node) else each for each in outputs]
         self.graph.output((*returned, *(self.states[op] for op in states)))
         for node in reversed(self.graph.find_nodes(op="call_function", target=operator.getitem)):
-            if not node.users:  # Where calls are run one by one it would be there to the end.
+            if not node.users:  # Where calls are run one by one, such an item would stay to the end.
                 self.graph.erase_node(node)
 
     def _first_run(self, op: fx.Node) -> fx.Node:

@@ -138,7 +138,10 @@ class KindCapture:
         return "it has units of fully_shard inside" if first.state.units.inside else ""
 
     def _shares_parameters(self, call: Call) -> bool:
-        """Whether anything outside of a call uses parameters of its module: another call, too, that is no stage's."""
+        """Whether anything outside of a call uses parameters of its module.
+
+        That may be another call of the module or of a part of it, whether or not it is a stage; or another module.
+        """
         inside, calls = {*call.module.modules()}, self._trace.calls
         for position, other in enumerate(calls):
             if other.module in inside and call not in (other, *(calls[k] for k in self._trace.ancestors(position))):
