@@ -54,10 +54,10 @@ def extra_seconds(frame: Frame) -> str:
     verified = (frame.verified_predicted_over_measured - 1).abs()
     missed = (frame.predicted_extra - frame.measured_extra).abs().median()
     return (
-        f"off by {percent(off.median())} (median), {percent(off.max())} (most): {missed:.2g} of a step (median), where "
-        f"two sets of plain steps differ by {frame.noise.median():.2g}; after the plan was held against its own run "
-        f"{percent(verified.median())} (median); profiling takes {span(frame.profile_in_plain_steps, '.0f')} plain "
-        f"steps"
+        f"predicted extra seconds differ from measured ones by {percent(off.median())} (median), {percent(off.max())} "
+        f"at most; the median error is {missed:.2g} of a step, and two sets of plain steps differ by "
+        f"{frame.noise.median():.2g} of one; once the plan is corrected by its own run the median is "
+        f"{percent(verified.median())}; profiling takes {span(frame.profile_in_plain_steps, '.0f')} plain steps"
     )
 
 
