@@ -15,7 +15,7 @@ _MOST_OPS = 600  # of a forward: the programs of more ops at once take minutes t
 _FEW_OPS = 300  # a chain of stages with at most this many is tried as one stage, too, as the search is quick
 _WORTH_BYTES = 32 * 2**20  # where it keeps at least this much
 _SKIPPED = 0.01  # other stages are tried where later ones read more than this share of the bytes beyond the states
-_BUDGETS = (0.25, 0.5, 0.75)  # of the way from the smallest budget of both up to the unplanned peak
+_BUDGETS = (0.25, 0.5, 0.75)  # of the way from the smallest budget of the parts up to the unplanned peak
 _SECONDS = 1.5  # for each plan
 
 
@@ -52,13 +52,13 @@ def _may_be_better_whole(profile: Profile) -> bool:
 
 
 def _is_better(whole: Profile, parts: Profile) -> bool:
-    """Whether plans of the whole model are faster, or possible where those of its parts are not."""
-    if all(menu.graph is None for menu in whole.menus):
+    """Whether plans of the whole model are faster, and fit in every budget that those of its parts fit in."""
+    least, least_whole = _least_bytes(parts), _least_bytes(whole)
+    if least_whole > least or all(menu.graph is None for menu in whole.menus):
         return False
-    least = max(_least_bytes(whole), _least_bytes(parts))
     span = parts.unplanned_peak_bytes - least
     if span <= 0:
-        return _least_bytes(whole) < _least_bytes(parts)
+        return least_whole < least
     budgets = [least + int(part * span) for part in _BUDGETS]
     return sum(_slowdown(whole, each) for each in budgets) < sum(_slowdown(parts, each) for each in budgets)
 
