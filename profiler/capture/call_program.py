@@ -29,9 +29,11 @@ from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.saved_tensors import RerunError
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
+from profiler.workload.sharded_units import called_as_unit, units_of
 from profiler.workload.torch_flags import flags_now
 
 _NORMALISES = "_native_batch_norm_legit_functional"
+_GATHERED = torch.empty(0)  # in the place of a parameter that a unit of fully_shard gathers as it is called
 _Code = Callable[[list[Any]], Sequence[Any]]
 # Who looks at runs of modules that run as programs: each is given the module and what runs, and returns what that does.
 WATCHERS: list[Callable[[nn.Module, Callable[[], Any]], Any]] = []
@@ -212,6 +214,9 @@ class BoundProgram:
         self.watches_gradients = self.gradients_held = self.lay_otherwise = False
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
+        units, owners = units_of(module), [*enumerate(program.captured.sources)]
+        # Of a unit's parameters there is only this rank's part before its call.
+        self._gathered = {n for n, each in owners if isinstance(each, str) and units.manage(_owner_of(module, each))}
         uncounted = {program.captured.sources[number] for number in program.statistics}
         self._written = [(*_table_of(module, name), name in uncounted) for name in program.captured.written]
 
@@ -221,13 +226,21 @@ class BoundProgram:
 
     def called(self, args: Any, kwargs: Any, batch: Batch | None, *, checked: bool) -> Any:
         """The same in a step with a batch; ``checked`` is as for ``ReadAgain``."""
-        inputs = self._repeated(args, kwargs)
-        return self._seen(lambda: self._returned(_Call.apply(self, batch, checked, *inputs), args, kwargs))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inputs = self._repeated(args, kwargs)
+            return self._seen(lambda: self._returned(_Call.apply(self, batch, checked, *inputs), args, kwargs))
+
+        return called_as_unit(self.module, run, args, kwargs)
 
     def dropping(self, saved: Saved, args: Any, kwargs: Any) -> Any:
         """The same, handing nothing over to backward, which asks ``saved`` for it."""
-        inputs = self._repeated(args, kwargs)
-        return self._seen(lambda: self._returned(_DroppedCall.apply(self, saved, *inputs), args, kwargs))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inputs = self._repeated(args, kwargs)
+            return self._seen(lambda: self._returned(_DroppedCall.apply(self, saved, *inputs), args, kwargs))
+
+        return called_as_unit(self.module, run, args, kwargs)
 
     def outputs(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a second run of the call returns, without history; buffers stay as they are."""
@@ -243,10 +256,11 @@ class BoundProgram:
         return list(made[returned:]), self._with_passed_on(made[len(self._written) : returned], args, kwargs)
 
     def held(self) -> list[Tensor]:
-        """The parameters and buffers that what a call makes for backward depends on."""
+        """The parameters and buffers that what a call makes for backward depends on; none of what a unit gathers."""
         sources = enumerate(self._sources)
         statistics = self.program.statistics
-        return [table[0][table[1]] for n, (table, _) in sources if table is not None and n not in statistics]
+        found = [(table, n) for n, (table, _) in sources if table is not None and n not in statistics]
+        return [_GATHERED if n in self._gathered else table[0][table[1]] for table, n in found]
 
     def look_at(self, gradients: Sequence[Tensor]) -> None:
         """Gradients of what a call returned have come."""
@@ -297,9 +311,12 @@ class BoundProgram:
 
 def _table_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     """The table of parameters or buffers that has the tensor of this name, and its name there."""
-    owner_name, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(owner_name)
+    owner, leaf = _owner_of(module, name), name.rpartition(".")[2]
     return (owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+
+
+def _owner_of(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
 
 
 class _Call(torch.autograd.Function):

@@ -22,11 +22,12 @@ from profiler.measurement.op_costs import measured_graph
 from profiler.measurement.stage_probe import FirstRun
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
-from profiler.tensors.tensor_trees import in_new_containers
+from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.alike_stages import HOOKS_OF_CALLS
 from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Call, Trace
+from profiler.workload.sharded_units import casts_as_unit
 
 ProposeRuns = Callable[[StepGraph], Sequence[StepRuns]]
 _OTHER_GRAPH = "stages like it are captured as another graph"
@@ -133,9 +134,14 @@ class KindCapture:
             return (
                 "autocast casts its parameters once for it and for other calls that use them, and adds up in the cast"
             )
-        if any(type(p) not in (nn.Parameter, torch.Tensor) for p in call.module.parameters()):
-            return "its parameters are of a type of their own"
-        return "it has units of fully_shard inside" if first.state.units.inside else ""
+        if first.state.units.inside:
+            return "it has units of fully_shard inside"
+        with first.state.units.gathered():
+            if any(type(p) not in (nn.Parameter, torch.Tensor) for p in call.module.parameters()):
+                return "its parameters are of a type of their own"
+        if casts_as_unit(call.module, tensors_in(first.arguments)):
+            return "as a unit of fully_shard it casts what it is given, or returns"
+        return ""
 
     def _shares_parameters(self, call: Call) -> bool:
         """Whether anything outside of a call uses parameters of its module.

@@ -173,29 +173,44 @@ def move_hooks_inside(module: nn.Module) -> Callable[[Callable[..., Any]], Calla
 
     A wrapper around that runs what a call of the unit runs: gathering, casts, and giving back.
     """
-    before, after = _moved(module._forward_pre_hooks), _moved(module._forward_hooks)
-    if not before and not after:
+    moved = 0
+    for table in (module._forward_pre_hooks, module._forward_hooks):
+        found = {n: hook for n, hook in table.items() if getattr(hook, "__module__", "").startswith(_HOOKS_OF)}
+        table.update({number: _MovedHook(hook) for number, hook in found.items()})
+        moved += len(found)
+    if not moved:
         return None
     owner = weakref.ref(module)
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with running_sharding():
-                for hook in before:
-                    args, kwargs = hook(owner(), args, kwargs) or (args, kwargs)
-            told, called = _GATHERED.get(), owner()
-            if told is not None and called is not None:
-                told(called)
-            output = forward(*args, **kwargs)
-            with running_sharding():
-                for hook in after:
-                    changed = hook(owner(), args, output)
-                    output = output if changed is None else changed
-            return output
+            called = owner()
+            assert called is not None
+            return called_as_unit(called, forward, args, kwargs)
 
+        run.plain = forward  # type: ignore[attr-defined]
         return run
 
     return around
+
+
+def called_as_unit(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call something in the place of a module's own forward, with the sharding's hooks that were moved inside."""
+    before = [hook.hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _MovedHook)]
+    after = [hook.hook for hook in module._forward_hooks.values() if isinstance(hook, _MovedHook)]
+    if not before and not after:
+        return forward(*args, **kwargs)
+    with running_sharding():
+        for hook in before:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+    if (told := _GATHERED.get()) is not None:
+        told(module)
+    output = forward(*args, **kwargs)
+    with running_sharding():
+        for hook in after:
+            changed = hook(module, args, output)
+            output = output if changed is None else changed
+    return output
 
 
 def move_hooks_back(module: nn.Module) -> None:
@@ -204,6 +219,18 @@ def move_hooks_back(module: nn.Module) -> None:
         for number, hook in table.items():
             if isinstance(hook, _MovedHook):
                 table[number] = hook.hook
+
+
+def casts_as_unit(module: nn.Module, arguments: Iterable[Tensor]) -> bool:
+    """Whether a module's call as a unit casts any of these arguments, or what it returns."""
+    state = _state_of(module) if _is_used() else None
+    if state is None:
+        return False
+    policy = state._mp_policy
+    casts = policy.cast_forward_inputs and policy.param_dtype is not None
+    if casts and any(t.is_floating_point() and t.dtype != policy.param_dtype for t in arguments):
+        return True
+    return policy.output_dtype not in (None, policy.param_dtype)
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -385,9 +412,3 @@ def _gathers(param: Any) -> list[Tensor]:
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     return [state for reference in references if (state := reference()) is not None]
-
-
-def _moved(table: dict[int, Any]) -> list[Callable[..., Any]]:
-    found = {n: hook for n, hook in table.items() if getattr(hook, "__module__", "").startswith(_HOOKS_OF)}
-    table.update({number: _MovedHook(hook) for number, hook in found.items()})
-    return list(found.values())

@@ -48,6 +48,8 @@ def _around(model: Transformer) -> None:
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+RULES = planner.Rule(modules="blocks.*", ops=["gelu", "native_layer_norm"])
+CAPTURED = ("given back after forward", "kept", "one kept", "units around stages")
 SETTINGS: dict[str, Callable[[Transformer], None]] = {
     "given back after forward": _each_block,
     "kept": lambda model: _each_block(model, reshard_after_forward=False),
@@ -103,6 +105,8 @@ def under_plans(rank: int) -> dict[str, list[dict[str, Any]]]:
         plans = [_smallest(profile, "profiled")]
         if shard is _each_block:
             plans += [planner.solve(profile, "100%"), _smallest(profile, "solve")]
+        if name in CAPTURED:
+            plans.append(planner.state(profile, RULES))
         said[name] = [_row(shard, plan, expected) for plan in plans]
     return said
 
@@ -129,6 +133,7 @@ def _row(shard: Callable[[Transformer], None], plan: planner.Plan, expected: lis
         "unplanned_bytes": plan.unplanned_peak_bytes,
         "fingerprint": plan.fingerprint,
         "recomputed": plan.recomputed_ops,
+        "programs": sum(bool(stage.option) for stage in plan.stages),
     }
 
 
@@ -141,6 +146,7 @@ def test_plans_are_exact_and_within_what_they_predict() -> None:
             worst_bytes = max(row["peak_bytes"] for row in both)
             assert worst_bytes <= both[0]["predicted_bytes"] + LATE_BYTES, (name, both)
             assert both[0]["predicted_bytes"] <= both[0]["budget_bytes"], (name, both)
+        assert (first[name][-1]["programs"] == 4) == (name in CAPTURED), name
         smallest = first[name][0]
         assert smallest["recomputed"] > 0, name
         assert smallest["predicted_bytes"] + LATE_BYTES < smallest["unplanned_bytes"], name
