@@ -55,7 +55,8 @@ def with_size(
 
 
 def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
-    stages = "whole" if is_of_whole_model(other.stages) else None
+    names = [stage.name for stage in other.stages if stage.kind == "stage"]
+    stages = "whole" if is_of_whole_model(other.stages) else names if len(names) == 1 else None
     return profile_programs(workload, same_programs(other), stages=stages, progress=progress)
 
 

@@ -54,18 +54,34 @@ def choose_stages(trace: Trace, patterns: Stages = None) -> tuple[ChosenStage, .
     Args:
         trace: one traced step.
         patterns: None to find them automatically (the cut of the call tree
-            whose recomputation, each stage on its own, needs the least memory);
-            "whole" for the model's call as one stage; otherwise module names, glob patterns or module classes.
+            whose recomputation, each stage on its own, needs the least memory); "whole" for the model's call as one
+            stage, or that of the module that it only passes on to; otherwise module names, glob patterns or module
+            classes.
 
     Raises:
         StagesError: a pattern matches no module that ran.
     """
     if patterns == "whole":
-        chosen = [i for i, call in enumerate(trace.calls) if call.parent < 0 and _has_backward(call)]
+        chosen = [_innermost(trace, i) for i, call in enumerate(trace.calls) if call.parent < 0 and _has_backward(call)]
     else:
         chosen = best_cut(trace) if patterns is None else _matching(trace, patterns)
     calls = sorted(chosen, key=lambda i: trace.calls[i].first_node)
     return stages_of(trace, [trace.calls[i] for i in calls])
+
+
+def _innermost(trace: Trace, position: int) -> int:
+    """The call inside another one, or in that, that makes all of it: a loop may call either of the modules."""
+    outer = trace.calls[position]
+    for inner, call in enumerate(trace.calls):
+        same = (call.first_node, call.end_node, call.first_save, call.end_save) == (
+            outer.first_node,
+            outer.end_node,
+            outer.first_save,
+            outer.end_save,
+        )
+        if call.parent == position and same and call.outputs == outer.outputs:
+            return _innermost(trace, inner)
+    return position
 
 
 def _has_backward(call: Call) -> bool:
