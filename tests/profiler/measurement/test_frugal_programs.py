@@ -67,14 +67,15 @@ def test_stages_are_captured_within_the_limit_and_plans_of_their_programs_hold(p
         planner.solve(frugal, 1)
     least, most = refusal.value.minimum_budget_bytes, plain.unplanned_peak_bytes
     assert least is not None
-    expected, decisions = state_after(workload()), set[str]()
-    for share in (0.0, 0.3, 0.6):
-        plan, work = planner.solve(frugal, least + int(share * (most - least))), workload()
-        decisions.update(stage.decision for stage in plan.stages)
+    stated = planner.state(frugal, planner.Rule(modules="[1-6]", ops=["gelu", "native_layer_norm"]))
+    assert [stage.decision for stage in stated.stages].count("selective") == 6
+    budgets = [least + int(share * (most - least)) for share in (0.0, 0.3, 0.6)]
+    expected = state_after(workload())
+    for plan in (stated, *(planner.solve(frugal, budget) for budget in budgets)):
+        work = workload()
         with planner.apply(work.model, plan):
             assert_same(state_after(work), expected)
             assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
-    assert "selective" in decisions
 
 
 @pytest.mark.slow
