@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, distributed, fx, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -293,10 +293,16 @@ class BoundProgram:
         What gets none is no input for autograd, which would call hooks of parameters without a gradient.
         """
         inputs = self._inputs(args, kwargs)
-        return [
+        repeated = [
             inputs[number] if made is not None or not inputs[number].requires_grad else inputs[number].detach()
             for number, made in self.program.contributions
         ]
+        if adds_up_in_order():
+            # Autograd hands gradients on in the order in which nodes were made, the last first.
+            for place in reversed(range(len(repeated))):
+                if repeated[place].requires_grad and isinstance(repeated[place], nn.Parameter):
+                    repeated[place] = repeated[place].view_as(repeated[place])
+        return repeated
 
     def _returned(self, made: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         return with_tensors(self.program.captured.returned, self._with_passed_on(made, args, kwargs))
@@ -307,6 +313,14 @@ class BoundProgram:
             return list(made)
         arguments, own = tensors_in((args, kwargs)), iter(made)
         return [next(own) if n is None else arguments[n] for n in self.program.captured.passed_on]
+
+
+def adds_up_in_order() -> bool:
+    """Whether the order in which gradients of parameters come makes a difference to what they are.
+
+    Where more than two ranks add them up, the place of each in what is added up does, and that is by when they came.
+    """
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 2
 
 
 def _table_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 
+from profiler.capture import call_program
 from profiler.capture.call_program import CallProgram, difference
 from profiler.capture.captured_call import GradientLayouts, capture_call
 from profiler.capture.joint_graph import CaptureError
@@ -378,6 +379,30 @@ def test_uses_of_an_input_add_up_in_the_order_of_eager_code() -> None:
     assert [len(numbers) for numbers in captured.gradients] == [3]
     program = CallProgram(captured, order_of(captured.graph))
     assert difference(program.bound(module), module, module.forward, args, {}) == ""
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer", "convolution", "tied", "eight layers"])
+def test_gradients_come_in_the_order_of_eager_code_where_many_ranks_add_them_up(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets of DistributedDataParallel are filled in that order, and each place has a sum of its own."""
+    layers = lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))  # noqa: E731 - as those in the table
+    make, arguments = CALLS.get(name, (layers, dense))
+    monkeypatch.setattr(call_program, "adds_up_in_order", lambda: True)
+    module, (args, kwargs) = make(), arguments()
+    came: list[str] = []
+    for each, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, each=each: came.append(each))
+    captured = capture_call(module, module.forward, args, kwargs)
+    program = CallProgram(captured, order_of(captured.graph)).bound(module)
+    orders: list[list[str]] = []
+    for call in (module.forward, program):
+        came.clear()
+        args, kwargs = arguments()
+        call(*args, **kwargs).sum().backward()
+        orders.append([*came])
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == len([*module.parameters()])
 
 
 @pytest.mark.parametrize("loss", [mse_loss, l1_loss, smooth_l1_loss, huber_loss, binary_cross_entropy, cross_entropy])
