@@ -73,6 +73,9 @@ class CallProgram:
             backward depend on.
         draws: whether any op draws random numbers.
         differentiable: of each tensor in the output, whether the call makes it and it takes a gradient.
+        contributions: of the backward to the gradients of the inputs, in the order in which they are added up.
+        of_parameters_last_first: places of those to parameters, whose gradients are complete in the order of this from
+            its end.
     """
 
     def __init__(self, captured: CapturedCall, order: StepOrder, compiled: Compiled | None = None) -> None:
@@ -102,6 +105,7 @@ class CallProgram:
         made_of = _made_of(captured, forward)
         self.held_by_backward = frozenset(place for place, number in enumerate(held) if number in made_of)
         self.contributions = _contributions(captured)
+        self.of_parameters_last_first = _of_parameters_last_first(captured, self.contributions)
         inputs = [number for number, _ in self.contributions]
         self.places = [inputs.index(number) for number in range(len(captured.sources))]
         tangents = [node.meta["val"] for node in captured.graph.tangents]
@@ -193,6 +197,16 @@ def _contributions(captured: CapturedCall) -> list[tuple[int, int | None]]:
         *((number, each) for _, number, each in sorted(found, key=lambda one: one[0])),
         *((n, None) for n in without),
     ]
+
+
+def _of_parameters_last_first(captured: CapturedCall, contributions: Sequence[tuple[int, int | None]]) -> list[int]:
+    """Places of contributions to parameters, those first whose gradient is complete last."""
+    complete = {name: number for number, name in enumerate(captured.complete)}
+    sources = [captured.sources[number] for number, _ in contributions]
+    found = [
+        (complete[name], place) for place, name in enumerate(sources) if isinstance(name, str) and name in complete
+    ]
+    return [place for _, place in sorted(found, reverse=True)]
 
 
 class BoundProgram:
@@ -299,8 +313,8 @@ class BoundProgram:
         ]
         if adds_up_in_order():
             # Autograd hands gradients on in the order in which nodes were made, the last first.
-            for place in reversed(range(len(repeated))):
-                if repeated[place].requires_grad and isinstance(repeated[place], nn.Parameter):
+            for place in self.program.of_parameters_last_first:
+                if repeated[place].requires_grad:
                     repeated[place] = repeated[place].view_as(repeated[place])
         return repeated
 

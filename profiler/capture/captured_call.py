@@ -8,6 +8,7 @@ parameters and buffers and does not hold them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,6 +93,7 @@ class CapturedCall:
         gradients: of each input of the forward, which outputs of the backward add up to its gradient, in this order:
             one for each use, since what other calls contribute may have to come before them in the sum.
         written: names of buffers that get new contents as the forward ends, in the order of its first outputs.
+        complete: names of parameters in the order in which autograd completes their gradients.
     """
 
     graph: JointGraph
@@ -102,6 +104,7 @@ class CapturedCall:
     tangents: tuple[int, ...]
     gradients: tuple[tuple[int, ...], ...]
     written: tuple[str, ...]
+    complete: tuple[str, ...] = ()
 
     def with_arguments(self, step: StepGraph) -> StepGraph:
         """The dataflow of the graph, with the arguments of the call that each op reads."""
@@ -325,11 +328,16 @@ class _FlatCall(nn.Module):
         super().__init__()
         self.module, self.returned, self.changed_arguments = module, None, False
         self.passed_on: tuple[int | None, ...] = ()
+        self.complete: list[str] = []
         self._forward: Callable[..., Any] = forward
         self._arguments = arguments
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = with_tensors(self._arguments, tensors)
+        self.complete.clear()
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:  # What tracing has put in its place.
+                parameter.register_hook(functools.partial(self._completed, name))
         output = self._forward(*args, **kwargs)
         left = tensors_in((args, kwargs))
         self.changed_arguments = len(left) != len(tensors) or any(map(operator.is_not, left, tensors))
@@ -337,6 +345,9 @@ class _FlatCall(nn.Module):
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.passed_on = tuple(numbers.get(id(tensor)) for tensor in made)
         return tuple(tensor for tensor in made if id(tensor) not in numbers)
+
+    def _completed(self, name: str, _: Tensor) -> None:
+        self.complete.append(name)
 
 
 def _split_sums(graph: JointGraph, described: Sequence[Any]) -> list[Any]:
@@ -411,6 +422,7 @@ def _described(graph: JointGraph, described: Any, flat: _FlatCall, outputs: Any)
         tangents=tuple(tangents),
         gradients=tuple(tuple(gradients.get(node.meta["desc"], ())) for node in graph.inputs),
         written=tuple(written),
+        complete=tuple(flat.complete),
     )
 
 

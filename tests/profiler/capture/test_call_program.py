@@ -230,6 +230,20 @@ def test_ops_run_again_with_the_flags_of_their_first_run(order: Callable[[StepOr
     assert torch.backends.mkldnn.enabled
 
 
+class EightLayers(nn.Module):
+    """Each adds a bias in the same op as it multiplies, in which both gradients are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(8, 8) for _ in range(8))
+        self.biases = nn.ParameterList(torch.randn(8) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = torch.addmm(bias, x, weight).tanh()
+        return x
+
+
 class Selecting(nn.Module):
     """Has a parameter that its output does not depend on, though its ops read it."""
 
@@ -386,8 +400,7 @@ def test_gradients_come_in_the_order_of_eager_code_where_many_ranks_add_them_up(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buckets of DistributedDataParallel are filled in that order, and each place has a sum of its own."""
-    layers = lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))  # noqa: E731 - as those in the table
-    make, arguments = CALLS.get(name, (layers, dense))
+    make, arguments = {**CALLS, "eight layers": (EightLayers, dense)}[name]
     monkeypatch.setattr(call_program, "adds_up_in_order", lambda: True)
     module, (args, kwargs) = make(), arguments()
     came: list[str] = []
