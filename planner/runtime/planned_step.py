@@ -120,6 +120,7 @@ class PlannedStep:
         before = next_node()
         program = self._programs.program(position, module, forward, args, kwargs)
         self._own_nodes += next_node() - before  # of tracing
+        self._own_nodes += 0 if program is None else program.nodes_for_order
         if position not in self._runs.lowered.dropped:
             if program is not None:
                 checked = self._runs.deviations.turns.checked(position)

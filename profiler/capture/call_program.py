@@ -269,6 +269,11 @@ class BoundProgram:
         returned = self.program.captured.graph.forward_outputs
         return list(made[returned:]), self._with_passed_on(made[len(self._written) : returned], args, kwargs)
 
+    @property
+    def nodes_for_order(self) -> int:
+        """How many nodes a call makes for the order of gradients alone."""
+        return len(self.program.of_parameters_last_first) if adds_up_in_order() else 0
+
     def held(self) -> list[Tensor]:
         """The parameters and buffers that what a call makes for backward depends on; none of what a unit gathers."""
         sources = enumerate(self._sources)

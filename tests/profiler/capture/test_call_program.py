@@ -415,7 +415,7 @@ def test_gradients_come_in_the_order_of_eager_code_where_many_ranks_add_them_up(
         call(*args, **kwargs).sum().backward()
         orders.append([*came])
     assert orders[0] == orders[1]
-    assert len(orders[0]) == len([*module.parameters()])
+    assert len(orders[0]) == len([*module.parameters()]) <= program.nodes_for_order
 
 
 @pytest.mark.parametrize("loss", [mse_loss, l1_loss, smooth_l1_loss, huber_loss, binary_cross_entropy, cross_entropy])
