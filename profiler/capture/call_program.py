@@ -228,9 +228,9 @@ class BoundProgram:
         self.watches_gradients = self.gradients_held = self.lay_otherwise = False
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
-        units, owners = units_of(module), [*enumerate(program.captured.sources)]
+        units, sources = units_of(module), program.captured.sources
         # Of a unit's parameters there is only this rank's part before its call.
-        self._gathered = {n for n, each in owners if isinstance(each, str) and units.manage(_owner_of(module, each))}
+        self._gathered = {each for each in sources if isinstance(each, str) and units.manage(_owner_of(module, each))}
         uncounted = {program.captured.sources[number] for number in program.statistics}
         self._written = [(*_table_of(module, name), name in uncounted) for name in program.captured.written]
 
@@ -276,10 +276,12 @@ class BoundProgram:
 
     def held(self) -> list[Tensor]:
         """The parameters and buffers that what a call makes for backward depends on; none of what a unit gathers."""
-        sources = enumerate(self._sources)
         statistics = self.program.statistics
-        found = [(table, n) for n, (table, _) in sources if table is not None and n not in statistics]
-        return [_GATHERED if n in self._gathered else table[0][table[1]] for table, n in found]
+        return [
+            _GATHERED if name in self._gathered else table[0][table[1]]
+            for number, (table, name) in enumerate(self._sources)
+            if table is not None and number not in statistics
+        ]
 
     def look_at(self, gradients: Sequence[Tensor]) -> None:
         """Gradients of what a call returned have come."""

@@ -24,6 +24,7 @@ from profiler.tensors.tensor_parts import parts_of, sizes_of
 from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
+from profiler.workload.sharded_units import SHARDING
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,6 +225,8 @@ class EscapedTensors(TorchDispatchMode):
             return NotImplemented
         known = {id(storage_of(t)) for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
         output = func(*args, **(kwargs or {}))
+        if SHARDING.get():  # Threads of the ranks' communication let go of what it gathered when they come to it.
+            return output
         for tensor in tensors_in(output):
             if tensor.layout is torch.strided and id(storage := storage_of(tensor)) not in known:
                 self._storages.append(weakref.ref(storage))

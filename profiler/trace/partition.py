@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -71,15 +72,10 @@ def choose_stages(trace: Trace, patterns: Stages = None) -> tuple[ChosenStage, .
 
 def _innermost(trace: Trace, position: int) -> int:
     """The call inside another one, or in that, that makes all of it: a loop may call either of the modules."""
+    makes = operator.attrgetter("first_node", "end_node", "first_save", "end_save", "outputs")
     outer = trace.calls[position]
     for inner, call in enumerate(trace.calls):
-        same = (call.first_node, call.end_node, call.first_save, call.end_save) == (
-            outer.first_node,
-            outer.end_node,
-            outer.first_save,
-            outer.end_save,
-        )
-        if call.parent == position and same and call.outputs == outer.outputs:
+        if call.parent == position and makes(call) == makes(outer):
             return _innermost(trace, inner)
     return position
 
