@@ -1,0 +1,273 @@
+"""The output of a head that has not run yet: a tensor of its shape, made only where somebody needs all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from profiler.recomputation.torch_state import TorchState
+
+Step = Callable[[Tensor], Tensor]
+
+
+class LossScale:
+    """What losses are multiplied by before backward, as the last one was: numbers of few bits rely on it."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+
+    def expected(self, like: Tensor) -> Tensor:
+        """The gradient that is expected to come to a loss on the device of ``like``."""
+        one = torch.ones((), device=like.device)
+        if self._last is None or self._last.device != like.device:
+            return one
+        usable = self._last.isfinite() & (self._last != 0)
+        return torch.where(usable, self._last, one)
+
+    def note(self, gradient: Tensor) -> None:
+        """This one came."""
+        self._last = gradient.detach().float().clone()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCall:
+    """A call of a head that is to run a few rows at a time.
+
+    Attributes:
+        forward: of the head, of any number of rows: (..., features) in, (..., classes) out.
+        state: torch's flags and autocast, as they were at the call.
+        parameters: of the head, that take gradients.
+        steps: what its outputs go through, each row by itself.
+        rows_at_once: how many rows run together.
+        whole: told when all rows are made at once after all.
+        scale: of the losses that go backward through it.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    state: TorchState
+    parameters: tuple[Tensor, ...]
+    rows_at_once: int
+    whole: Callable[[], None]
+    scale: LossScale
+    steps: tuple[Step, ...] = ()
+
+    def outputs(self, rows: Tensor) -> Tensor:
+        """What the head gives for these rows, after the steps."""
+        with self.state.reinstated():
+            made = self.forward(rows)
+        for step in self.steps:
+            made = step(made)
+        return made
+
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Slices of so many rows, of as equal lengths as can be."""
+        pieces = -(-count // self.rows_at_once)
+        bounds = [count * k // pieces for k in range(pieces + 1)] if pieces else [0]
+        yield from map(slice, bounds, bounds[1:])
+
+
+class HeadOutput(Tensor):
+    """Stands for the output of a head. Losses run it in pieces; whatever else needs its values has all of them made.
+
+    Attributes:
+        call: of the head.
+        rows: what goes in, (..., features).
+        classes_last: its shape is (..., classes); else (batch, classes, places), of rows (batch, places, features).
+        made: the values, once they were needed.
+    """
+
+    call: HeadCall
+    rows: Tensor
+    classes_last: bool
+    made: Tensor | None
+
+    @staticmethod
+    def of(call: HeadCall, rows: Tensor, like: Tensor, *, classes_last: bool = True) -> HeadOutput:
+        """The output for these rows; ``like`` has its number of classes and type."""
+        output = _Head.apply(call, rows, like, classes_last, *call.parameters)
+        assert isinstance(output, HeadOutput)
+        return output
+
+    @staticmethod
+    def bare(call: HeadCall, rows: Tensor, like: Tensor, *, classes_last: bool) -> HeadOutput:
+        """The same without history."""
+        *lead, _ = rows.shape
+        shape = (*lead, like.shape[-1]) if classes_last else (lead[0], like.shape[-1], lead[1])
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            HeadOutput, shape, dtype=like.dtype, device=rows.device, storage_size=0
+        )
+        made.call, made.rows, made.classes_last, made.made, made.like = call, rows, classes_last, None, like
+        return made
+
+    like: Tensor  # one row
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"<output of a head, {tuple(self.shape)}, {self.dtype}, not made yet>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if (rule := ROW_FUNCTIONS.get(func)) is not None:
+                result = rule(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            elif func not in _ABOUT:
+                for each in pytree.tree_leaves((args, kwargs)):
+                    if isinstance(each, HeadOutput):
+                        each.values()  # While autocast is as it was: below it is off.
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            (given,) = args
+            return HeadOutput.bare(given.call, given.rows.detach(), given.like, classes_last=given.classes_last)
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"expected a head's output that is left as it is, as its loss runs in pieces, got {func} that changes "
+                "it; write the result into a new tensor, or plan without numerics='rounding'"
+            )
+        args, kwargs = pytree.tree_map_only(HeadOutput, HeadOutput.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def values(self) -> Tensor:
+        """All of them, without history."""
+        if self.made is None:
+            self.call.whole()
+            with torch.no_grad():
+                made = self.call.outputs(self.rows.detach())
+            self.made = made if self.classes_last else made.transpose(1, 2)
+        return self.made
+
+    def of_rows(self, rows: Tensor) -> HeadOutput:
+        """The output for other rows, which are made of these."""
+        return HeadOutput.of(self.call, rows, self.like)
+
+    def after(self, step: Step) -> HeadOutput:
+        """The output after one more step, which takes each row by itself."""
+        call = replace(self.call, steps=(*self.call.steps, step))
+        return HeadOutput.of(call, self.rows, step(self.like), classes_last=self.classes_last)
+
+
+# What becomes of an output where a function takes each of its rows by itself; NotImplemented where it does not.
+ROW_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+_ABOUT = {  # what asks for no values
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")),
+    *(getattr(Tensor, name).__get__ for name in ("grad_fn", "layout", "is_cuda", "is_sparse", "is_nested", "_version")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "element_size")),
+    *(getattr(Tensor, name) for name in ("untyped_storage", "stride", "storage_offset", "is_contiguous", "__len__")),
+    *(getattr(Tensor, name) for name in ("get_device", "__hash__", "data_ptr", "register_hook", "is_complex")),
+    torch.is_floating_point,
+    torch.numel,
+}
+
+
+class _Head(torch.autograd.Function):
+    """Gives the output of a head that has not run; gradients of all of it go back through the head in pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, call: HeadCall, rows: Tensor, like: Tensor, classes_last: bool, *parameters: Tensor) -> Tensor:
+        ctx.call, ctx.classes_last = call, classes_last
+        ctx.save_for_backward(rows, *parameters)
+        return HeadOutput.bare(call, rows, like, classes_last=classes_last)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        rows, *parameters = ctx.saved_tensors
+        gradient = gradient if ctx.classes_last else gradient.transpose(1, 2)
+        flat = rows.reshape(-1, rows.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        sums = GradientSums(flat[0], parameters, [ctx.needs_input_grad[1], *ctx.needs_input_grad[4:]])
+        for piece in ctx.call.pieces(len(flat[0])):
+            sums.add(piece, lambda given: ctx.call.outputs(given), flat[1][piece])
+        of_rows, *of_parameters = sums.gradients
+        return None, None if of_rows is None else of_rows.view_as(rows), None, None, *of_parameters
+
+
+class GradientSums:
+    """Gradients of rows and parameters, put together from those of pieces.
+
+    Args:
+        rows: (rows, features).
+        parameters: that the pieces may use.
+        wanted: of the rows and of each parameter, whether its gradient is wanted.
+
+    Attributes:
+        gradients: of the rows and of each parameter; None where none is wanted.
+    """
+
+    def __init__(self, rows: Tensor, parameters: list[Tensor], wanted: list[bool]) -> None:
+        self._rows, self._parameters = rows, parameters
+        self.gradients = [
+            torch.zeros_like(each, memory_format=torch.contiguous_format) if wants else None
+            for each, wants in zip([rows, *parameters], wanted, strict=True)
+        ]
+
+    def add(self, piece: slice, run: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+        """Run some rows forward and backward; what they give, without history.
+
+        Args:
+            piece: which rows.
+            run: gives the result for these rows.
+            gradient: of the result.
+        """
+        of_rows, *of_parameters = self.gradients
+        sums = {id(p): into for p, into in zip(self._parameters, of_parameters, strict=True) if into is not None}
+        with torch.enable_grad(), _Linears(sums):
+            rows = self._rows[piece].detach().requires_grad_(of_rows is not None)
+            result = run(rows)
+        inputs = [*([rows] if of_rows is not None else []), *(p for p in self._parameters if id(p) in sums)]
+        # A loop goes backward outside of autocast.
+        with torch._C._DisableAutocast():
+            made = list(torch.autograd.grad(result, inputs, gradient, allow_unused=True))
+        if of_rows is not None:
+            if (first := made.pop(0)) is not None:
+                of_rows[piece] = first
+        for into, each in zip(sums.values(), made, strict=True):
+            if each is not None:
+                into.add_(each)
+        return result.detach()
+
+
+class _Linears(TorchFunctionMode):
+    """Has linear layers add the gradients of their weights to these sums: no tensor of the weight's size is made."""
+
+    def __init__(self, sums: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._sums = sums
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear and not kwargs and len(args) >= 2:
+            given, weight, *bias = args
+            into = self._sums.get(id(weight))
+            same = into is not None and given.dtype == weight.dtype == into.dtype
+            if same and not torch.is_autocast_enabled(given.device.type):
+                return _Linear.apply(given, weight, into, *bias)
+        return func(*args, **(kwargs or {}))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, into: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.into = into
+        return torch.nn.functional.linear(given, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        given, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        ctx.into.addmm_(flat.t(), given.reshape(-1, given.shape[-1]))
+        of_given = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+        of_bias = (flat.sum(0),) if len(ctx.needs_input_grad) > 3 and ctx.needs_input_grad[3] else (None,)
+        return of_given, None, None, *of_bias[: len(ctx.needs_input_grad) - 3]
