@@ -374,6 +374,45 @@ class LeftOutRecord:
     remedy: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRecord:
+    """The last layer of a model, which may wait for its loss and then run a few rows at a time.
+
+    Attributes:
+        name: of its module.
+        rows: that it takes in a step.
+        output_bytes: of all that it returns.
+    """
+
+    name: str
+    rows: Count
+    output_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecesRecord:
+    """A head that runs in pieces, together with its loss.
+
+    Attributes:
+        head: name of its module.
+        rows: that it takes in a step.
+        rows_at_once: the most rows of a piece.
+        loss_difference: relative, between a step in pieces and a plain one.
+        gradient_difference: the same of the gradients: the largest of any parameter, each by its norm.
+    """
+
+    head: str
+    rows: Count
+    rows_at_once: Annotated[int, msgspec.Meta(ge=1)]
+    loss_difference: Rate
+    gradient_difference: Rate
+
+    @property
+    def count(self) -> int:
+        """How many pieces a step has."""
+        return -(-self.rows // self.rows_at_once)
+
+
 class _Named(Protocol):
     @property
     def name(self) -> str: ...
@@ -413,6 +452,10 @@ class Profile:
         unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
         batch_sized: what takes other bytes on another batch of the same shapes, a line each.
         left_out: blocks that no stage could be made of although they keep much.
+        heads: what may run in pieces together with the loss, the first that can does; empty where that would save
+            nothing.
+        pieces: the head that ran in pieces in all that was measured; None where none did.
+        in_pieces: the same step with its head in pieces, where that was measured.
         target: what the command line built it from; None for a workload that Python made.
     """
 
@@ -444,6 +487,9 @@ class Profile:
     allocator_bytes: Bytes = 0
     beside: tuple[tuple[int, Bytes], ...] = ()
     target: TargetRecord | None = None
+    heads: tuple[HeadRecord, ...] = ()
+    pieces: PiecesRecord | None = None
+    in_pieces: Profile | None = None
 
     def __repr__(self) -> str:
         stages = sum(stage.kind == "stage" for stage in self.stages)

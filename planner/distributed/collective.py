@@ -17,6 +17,7 @@ from planner.distributed.pipeline_schedule import schedule_of
 from planner.distributed.ranks import Ranks, current_ranks
 from planner.plans import profiling
 from planner.plans.plan import Plan
+from planner.plans.profiling import ProfiledNumerics
 from planner.plans.rules import Rule, Rules
 from planner.runtime import applier
 from planner.runtime.applier import Backend, Handle, handle_of
@@ -42,6 +43,7 @@ def profile(
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,
     progress: Progress | None = None,
+    numerics: ProfiledNumerics = "eager",
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
 
@@ -65,6 +67,8 @@ def profile(
             (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory, but
             not on several ranks: there a step that runs out on one breaks off on all.
         progress: called as ``progress(what, done, total)`` before each run.
+        numerics: ``"rounding"`` also measures the step with its head and loss in pieces, where the head's output is
+            large: plans that need less, with sums of another order (``Profile.in_pieces``; about ten steps more).
 
     Returns:
         The profile: bytes as exact integers, seconds as medians.
@@ -83,6 +87,7 @@ def profile(
         "rules": rules,
         "limit": limit,
         "progress": progress,
+        "numerics": numerics,
     }
     measured = _profiled(workload, settings)
     tell(

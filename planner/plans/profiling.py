@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 from planner.plans.call_programs import program_menu
 from planner.plans.cut_choice import with_best_cut
@@ -12,7 +14,9 @@ from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.stated_plan import resolve_for
 from planner.units import parse_bytes
 from profiler.measurement import profiling
+from profiler.measurement.head_pieces import NotInPieces, compared, head_in_pieces
 from profiler.measurement.measuring import Progress
+from profiler.progress import tell
 from profiler.records import Profile
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns, runs_once
@@ -20,6 +24,8 @@ from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
+
+ProfiledNumerics = Literal["eager", "rounding"]
 
 
 def profile(
@@ -30,9 +36,12 @@ def profile(
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,
     progress: Progress | None = None,
+    numerics: ProfiledNumerics = "eager",
 ) -> Profile:
     """What ``planner.profile`` does in one process, which measures by itself; arguments and errors are as there."""
     check_workload(workload, "profile")
+    if numerics not in get_args(ProfiledNumerics):
+        raise ValueError(f"numerics: expected one of {', '.join(get_args(ProfiledNumerics))}, got {numerics!r}")
     stated = None if rules is None else rules_from(rules)
     compiled = is_compiled(workload.model)
     measure = partial(
@@ -46,9 +55,24 @@ def profile(
     measured = measure(stages=stages)
     if stated is not None:
         resolve_for(measured, stated)
-    if stages is not None or stated is not None or compiled or not menus:
+    if stages is None and stated is None and not compiled and menus:
+        measured = with_best_cut(measured, lambda: measure(stages="whole"))
+    if numerics == "eager" or stated is not None:
         return measured
-    return with_best_cut(measured, lambda: measure(stages="whole"))
+    return _with_pieces(workload, measured, partial(measure, stages=stages))
+
+
+def _with_pieces(workload: Workload, measured: Profile, measure: Callable[[], Profile]) -> Profile:
+    """The profile, with another one in it of the same step with its head in pieces where that can be."""
+    for head in measured.heads:
+        try:
+            pieces = compared(workload, head, frugal=measured.frugal)
+        except NotInPieces as error:
+            tell("planner", f"{head.name} does not run in pieces: {error}")
+            continue
+        with head_in_pieces(workload, head.name, pieces.rows_at_once):
+            return replace(measured, in_pieces=replace(measure(), pieces=pieces, op_records=()))
+    return measured
 
 
 def _orders_for(graph: StepGraph) -> list[StepRuns]:

@@ -16,6 +16,7 @@ from profiler.measurement.stage_marks import StageTensor
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.recomputation.op_schema import overload_of, traits_of
 from profiler.records import (
+    HeadRecord,
     LeftOutRecord,
     MenuRecord,
     OpRecord,
@@ -64,6 +65,7 @@ class Measured:
     batch_sized: tuple[str, ...]
     unseen: tuple[str, ...] = ()
     left_out: tuple[LeftOutRecord, ...] = ()
+    heads: tuple[HeadRecord, ...] = ()
 
 
 def what_ran_where(workload: Workload) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
         batch_sized=measured.batch_sized,
         forward_nodes=_forward_nodes(workload, measured.trace),
         left_out=measured.left_out,
+        heads=measured.heads,
         evaluation=_evaluation(workload, evaluations, measured.seconds.get(Mark("evaluation"), 0.0)),
         evaluations=1 + len(evaluations),
         collective_bytes=_collective_bytes(workload, measured.trace),

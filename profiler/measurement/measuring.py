@@ -33,6 +33,7 @@ from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
 from profiler.trace.alike_stages import alike
 from profiler.trace.compiled_trace import trace_compiled
+from profiler.trace.heads import heads_of
 from profiler.trace.left_out import left_out_of
 from profiler.trace.partition import ChosenStage, Stages, StagesError, choose_stages, stages_of
 from profiler.trace.stage_names import names_unseen
@@ -154,6 +155,7 @@ class Measuring:
             unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, self._resident, varied),
             batch_sized=what_follows_the_batch(self._workload, uncompiled_trace, uncompiled_stages),
             left_out=left_out,
+            heads=() if self._compiled or states_in(self._workload.model) else heads_of(trace, self._device.type),
         )
 
     def _kinds(self, stages: Sequence[ChosenStage]) -> list[int]:

@@ -14,6 +14,15 @@ from profiler.recomputation.torch_state import TorchState
 from profiler.workload.compiled_forwards import Forward
 
 
+_ROWS = {"cpu": 128}  # fewer would not fill the cores
+_ROWS_ELSEWHERE = 1024
+
+
+def rows_at_once(device_type: str) -> int:
+    """How many rows of a head make up a piece on this kind of device."""
+    return _ROWS.get(device_type, _ROWS_ELSEWHERE)
+
+
 class HeadInPieces:
     """Calls of a head that give a stand-in for their output, which its loss makes in pieces.
 

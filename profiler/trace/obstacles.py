@@ -7,6 +7,7 @@ from profiler.trace.step_record import Call
 # What was dropped would be made again while forward goes on, and then be kept by the graph of that backward.
 GOES_BACKWARD = "the forward goes backward through it (for forces, or a penalty on gradients)"
 _HOST_RANDOM = "it draws from Python's or numpy's random generator"
+_WAITS = "the head in it waits for its loss, and runs in pieces with it"
 _FILLS_LATE = "an op in it saves a tensor for backward before it fills it (rrelu its noise)"
 _FOREIGN_CHANGE = "it changes a parameter, or a buffer of another module"
 
@@ -23,6 +24,8 @@ def remedy_for(call: Call) -> str:
 
 def _obstacle(call: Call) -> tuple[str, str]:
     """Reason and remedy."""
+    if call.waits:
+        return _WAITS, ""
     if call.mutates_input:
         return "it changes its input in place", "write the result into a new tensor (x = x + y for x += y)"
     if call.opaque or call.fills:

@@ -49,6 +49,7 @@ class Call:
         hides: function that keeps tensors made in it where no saved-tensor hook sees them; empty for none.
         hidden: storages of such tensors.
         distributed: ops of distributed tensors ran in it, or collectives.
+        waits: a head in it waits for its loss.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Call:
     hides: str = ""
     hidden: set[int] = field(default_factory=set)
     distributed: bool = False
+    waits: bool = False
 
     @property
     def input_storages(self) -> set[int]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from profiler.pieces.head_output import HeadOutput
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
@@ -253,6 +254,9 @@ class StepRecorder(TorchDispatchMode):
         call.end_op, call.end_save = len(self.trace.ops), len(self.trace.saves)
         call.end_node = next_node()
         call.outputs = [self._leaf(t) for t in tensors_in(output)]
+        if any(isinstance(t, HeadOutput) for t in tensors_in(output)):
+            for position in (*self._open, self.trace.calls.index(call)):
+                self.trace.calls[position].waits = True
         call.mutates_input = changes.inputs_changed()
         call.draws_random = changes.random.torch_differs()
         call.mutated_buffers = changes.changed_buffers()

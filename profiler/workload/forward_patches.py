@@ -26,10 +26,14 @@ class PatchedForward:
     Attributes:
         plain: the forward of before.
         installed: what is to stand in the module's place of it: a method where that is one, with its signature.
+        counts: for ``is_patched``.
     """
 
-    def __init__(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str) -> None:
+    def __init__(
+        self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str, *, counts: bool = True
+    ) -> None:
         self._module = weakref.ref(module)
+        self.counts = counts
         self.plain: Forward = module.forward
         self._run = between_graphs(wrapper, self.plain, module, what)
         of_module = isinstance(self.plain, types.MethodType) and self.plain.__self__ is module
@@ -88,7 +92,8 @@ def patch_of(forward: Any) -> PatchedForward | None:
 
 def is_patched(model: nn.Module) -> bool:
     """Whether a forward of the model or of a module in it is patched by a plan, or for a measurement."""
-    return any(patch_of(module.__dict__.get("forward")) is not None for module in model.modules())
+    patches = (patch_of(module.__dict__.get("forward")) for module in model.modules())
+    return any(patch is not None and patch.counts for patch in patches)
 
 
 def replace_forward(module: nn.Module, forward: Forward) -> Any:
@@ -117,10 +122,11 @@ class ForwardPatches:
         compile_safe: whether compiled code may call the modules, and copies and pickles be made of them. Without it a
             wrapper costs nothing but its own call, and does not count for ``is_patched``: a plan can be applied on
             top of it, and has to be taken off before it.
+        counts: whether they count for ``is_patched``.
     """
 
-    def __init__(self, *, compile_safe: bool = True) -> None:
-        self._compile_safe = compile_safe
+    def __init__(self, *, compile_safe: bool = True, counts: bool = True) -> None:
+        self._compile_safe, self._counts = compile_safe, counts
         self._undo: list[tuple[weakref.ref[nn.Module], Any, weakref.ref[Any], bool]] = []
 
     def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str = "it is measured") -> None:
@@ -131,7 +137,7 @@ class ForwardPatches:
             outermost, around = wrapper, hooked
             wrapper = lambda forward: outermost(around(forward))  # noqa: E731 - it is called like the one before
         if self._compile_safe:
-            installed = PatchedForward(module, wrapper, what).installed
+            installed = PatchedForward(module, wrapper, what, counts=self._counts).installed
             assert installed is not None
             _COPIED.add(module)
         else:
