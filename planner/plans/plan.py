@@ -14,7 +14,7 @@ from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
-from profiler.records import LeftOutRecord, MenuRecord, ResidentBytes
+from profiler.records import LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import RUNS, TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
@@ -99,7 +99,9 @@ class Plan(PlanClaims):
         left_out: blocks that keep much and cannot run again, whatever the budget.
         beside: as in the profile.
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
-        saved_gather_seconds: of gathers of parameters that the unplanned step does and this plan's does not.
+        saved_seconds: of what the unplanned step does and this plan's does not: gathers of parameters, and the head all
+            at once; below zero where pieces take longer.
+        pieces: the head that runs in pieces together with its loss; None where none does.
     """
 
     profile_fingerprint: str
@@ -115,7 +117,8 @@ class Plan(PlanClaims):
     left_out: tuple[LeftOutRecord, ...] = ()
     frugal: bool = False
     beside: tuple[tuple[int, int], ...] = ()
-    saved_gather_seconds: float = 0.0
+    saved_seconds: float = 0.0
+    pieces: PiecesRecord | None = None
 
     @property
     def other_bits(self) -> tuple[str, ...]:
@@ -126,16 +129,20 @@ class Plan(PlanClaims):
 
     def _what_is_done(self) -> list[str]:
         done = self._by_decision()
+        pieces = [] if self.pieces is None else [in_words(self.pieces)]
         # With zero-argument super a dataclass with slots would ask the class before it had them.
         return [
             *PlanClaims._what_is_done(self),
+            *pieces,
             *(f"{what}: {names_in_short([stage.name for stage in stages])}" for what, stages in done.items()),
         ]
 
     def _done_in_short(self) -> str:
         decisions: Counter[StageDecision] = Counter(stage.decision for stage in self.stages if stage.kind == "stage")
         counts = [f"{number} {_DONE[decision]}" for decision, number in decisions.items()]
-        return f"of {counted(decisions.total(), 'stage')} {', '.join(counts)}; {PlanClaims._done_in_short(self)}"
+        pieces = f"{self.pieces.head} in {counted(self.pieces.count, 'piece')}; " if self.pieces else ""
+        of_stages = f"of {counted(decisions.total(), 'stage')} {', '.join(counts)}"
+        return f"{of_stages}; {pieces}{PlanClaims._done_in_short(self)}"
 
     def _by_decision(self) -> dict[str, list[PlannedStage]]:
         """Stages with what happens to them, in words; parts outside of stages left out."""
@@ -164,7 +171,7 @@ class Plan(PlanClaims):
 
     def seconds_outside(self, chain: Chain) -> float:
         """Seconds of the step that are in none of the stages of its chain: the optimizer's."""
-        return self.unplanned_seconds - self.saved_gather_seconds - chain.unplanned_seconds
+        return self.unplanned_seconds - self.saved_seconds - chain.unplanned_seconds
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
         """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""
@@ -179,6 +186,7 @@ class Plan(PlanClaims):
             stages,
             units,
             *([gathered] if gathered else []),
+            *([[self.pieces.head, self.pieces.rows_at_once]] if self.pieces else []),
             [[action.kind, action.stage, self._runs_again(action)] for action in self.schedule.actions],
         ]
 
@@ -231,6 +239,15 @@ class Plan(PlanClaims):
         if plan.chain is not None and not _fits(plan.chain, plan):
             raise ValueError(f"{where}: expected the chain of its own stages, got another one; solve again")
         return plan
+
+
+def in_words(pieces: PiecesRecord) -> str:
+    """What runs in pieces, and what that means for the numbers."""
+    return (
+        f"{pieces.head} and the loss run in {counted(pieces.count, 'piece')} of at most {pieces.rows_at_once:,} rows, "
+        f"each forward and backward before the next: other rounding (loss {pieces.loss_difference:.1e} off, gradients "
+        f"{pieces.gradient_difference:.1e})"
+    )
 
 
 def _known_option(plan: Plan, action: Action) -> bool:

@@ -16,6 +16,7 @@ from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
 from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
+from planner.plans.pieces import pieces_named, with_pieces
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
 from planner.plans.program_bound import chain_with_any_programs
@@ -37,7 +38,7 @@ from solvers.problem.deadline import Deadline
 
 OFFLOAD_ONLY = "offload_only"
 Reshard = Literal["profiled", "solve"]
-Numerics = Literal["eager", "compiled"]
+Numerics = Literal["eager", "compiled", "rounding"]
 _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a model has a dozen, or many equal ones
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
@@ -64,14 +65,23 @@ def solve(
     profile = given_profile(profile, "solve")
     if numerics not in get_args(Numerics):
         raise ValueError(f"numerics: expected one of {', '.join(get_args(Numerics))}, got {numerics!r}")
-    if numerics == "compiled":
-        profile = replace(profile, menus=tuple(menu.compiled or menu for menu in profile.menus))
     try:
         budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
-        ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
         left_free = headroom_from(headroom, profile)
         request = offload_from(offload)
-        return complete(_solved(profile, budget_bytes, solver, time_limit_seconds, request, left_free, ways))
+
+        def plan_from(profile: Profile) -> Plan:
+            if numerics != "eager":
+                profile = replace(profile, menus=tuple(menu.compiled or menu for menu in profile.menus))
+            ways = [()] if reshard == "profiled" else _ways_to_gather(profile)
+            return complete(_solved(profile, budget_bytes, solver, time_limit_seconds, request, left_free, ways))
+
+        if numerics == "rounding":
+            return with_pieces(profile, plan_from)
+        try:
+            return plan_from(profile)
+        except NoPlan as refusal:
+            raise pieces_named(refusal, profile) from refusal
     except NoPlan as refusal:
         if not str(budget).strip().endswith("%"):
             raise
@@ -377,7 +387,8 @@ def plan_of(
         unsteady=profile.unsteady,
         batch_sized=profile.batch_sized,
         frugal=profile.frugal,
-        saved_gather_seconds=saved_seconds,
+        saved_seconds=saved_seconds,
+        pieces=profile.pieces,
         beside=profile.beside,
         forward_nodes=profile.forward_nodes,
         **schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),

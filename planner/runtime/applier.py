@@ -38,7 +38,9 @@ from planner.runtime.stage_places import StagePlaces, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.capture.call_program import Compiled
+from profiler.pieces.heads import HeadInPieces
 from profiler.recomputation.outer_hooks import in_checkpoint
+from profiler.records import PiecesRecord
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
 from profiler.workload.precision import autocast_now, autocast_part, casts_of_parameters
@@ -138,12 +140,27 @@ def apply(
     check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
+    if plan.pieces is not None:
+        _run_in_pieces(model, plan.pieces, patches)
     planned = PlannedCalls(plan, lowered, model, watch=watch, compiler=_compiler(backend, model))
     install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches, planned.watch)
     handle.keep_gathered(model, plan)
     register(model, handle)
     return handle
+
+
+def _run_in_pieces(model: nn.Module, pieces: PiecesRecord, patches: ForwardPatches) -> None:
+    """Have the head of a model wait for its loss, and run in pieces with it."""
+
+    def say_whole() -> None:
+        warn_once(
+            pieces.head,
+            "all that it returns is made at once, as something besides its loss needs it; the peak is not promised",
+        )
+
+    head = HeadInPieces(module_named(model, pieces.head), pieces.rows_at_once, say_whole)
+    patches.wrap(module_named(model, pieces.head), head.wrapped, f"planner.apply: {pieces.head!r} runs in pieces")
 
 
 def check_backend(backend: str) -> None:

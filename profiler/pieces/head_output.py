@@ -174,7 +174,9 @@ class _Head(torch.autograd.Function):
     """Gives the output of a head that has not run; gradients of all of it go back through the head in pieces."""
 
     @staticmethod
-    def forward(ctx: Any, call: HeadCall, rows: Tensor, like: Tensor, classes_last: bool, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, call: HeadCall, rows: Tensor, like: Tensor, classes_last: bool, *parameters: Tensor
+    ) -> Tensor:
         ctx.call, ctx.classes_last = call, classes_last
         ctx.save_for_backward(rows, *parameters)
         return HeadOutput.bare(call, rows, like, classes_last=classes_last)
@@ -229,9 +231,8 @@ class GradientSums:
         # A loop goes backward outside of autocast.
         with torch._C._DisableAutocast():
             made = list(torch.autograd.grad(result, inputs, gradient, allow_unused=True))
-        if of_rows is not None:
-            if (first := made.pop(0)) is not None:
-                of_rows[piece] = first
+        if of_rows is not None and (first := made.pop(0)) is not None:
+            of_rows[piece] = first
         for into, each in zip(sums.values(), made, strict=True):
             if each is not None:
                 into.add_(each)

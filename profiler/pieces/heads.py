@@ -13,7 +13,6 @@ from profiler.pieces.head_output import HeadCall, HeadOutput, LossScale
 from profiler.recomputation.torch_state import TorchState
 from profiler.workload.compiled_forwards import Forward
 
-
 _ROWS = {"cpu": 128}  # fewer would not fill the cores
 _ROWS_ELSEWHERE = 1024
 
@@ -29,14 +28,15 @@ class HeadInPieces:
     Args:
         head: takes each row by itself.
         rows_at_once: that run together; a call of no more runs as it is.
+        say_whole: called where all of an output is made at once after all.
 
     Attributes:
         made_whole: how many calls had to make all of their output at once.
         waited: how many calls waited for a loss.
     """
 
-    def __init__(self, head: nn.Module, rows_at_once: int) -> None:
-        self._head, self._rows_at_once = head, rows_at_once
+    def __init__(self, head: nn.Module, rows_at_once: int, say_whole: Callable[[], None] | None = None) -> None:
+        self._head, self._rows_at_once, self._say_whole = head, rows_at_once, say_whole
         self._scale = LossScale()
         self._rows_made: dict[Any, Tensor] = {}  # one row of the output, by all that its type depends on
         self.made_whole = self.waited = 0
@@ -79,3 +79,5 @@ class HeadInPieces:
 
     def _note_whole(self) -> None:
         self.made_whole += 1
+        if self._say_whole is not None:
+            self._say_whole()
