@@ -14,8 +14,8 @@ from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.stated_plan import resolve_for
 from planner.units import parse_bytes
 from profiler.measurement import profiling
-from profiler.measurement.head_pieces import NotInPieces, compared, head_in_pieces
 from profiler.measurement.measuring import Progress
+from profiler.pieces.comparison import NotInPieces, compared, head_in_pieces
 from profiler.progress import tell
 from profiler.records import Profile
 from profiler.step_graph import StepGraph

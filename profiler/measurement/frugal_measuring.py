@@ -21,10 +21,11 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.alike_stages import alike
 from profiler.trace.partition import ChosenStage, Stages, choose_stages
 from profiler.trace.step_record import Trace
-from profiler.trace.step_trace import StepRecorder, named_modules, trace_forward
+from profiler.trace.step_trace import StepRecorder, trace_forward
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import TensorsOfState, first_step, held_by_nodes
 from profiler.workload.workload import OnPhase, Workload
+from profiler.workload.wrapped_models import named_modules
 
 _KEPT_BY_NODES = (
     "the graph keeps tensors beyond backward (a function's ctx.x = x, outputs or attributes without "
@@ -107,7 +108,7 @@ class FrugalMeasuring(Measuring):
             on_phase("forward", None)
             return probe.dropping_step(NoMeter(), on_phase)
 
-        found = recorder.record_step(named_modules(self._workload), recorder, run)
+        found = recorder.record_step(named_modules(self._workload.model), recorder, run)
         calls = {(id(call.module), call.index): call for call in found.calls}
         for op in found.backward_ops:
             # Nodes have other numbers in every step.

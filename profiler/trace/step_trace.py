@@ -28,12 +28,12 @@ from profiler.trace.hidden_tensors import note_hidden
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
 from profiler.trace.value_sized import deciding_tensors, is_branch
 from profiler.workload.autograd_nodes import next_node
-from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
+from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.reachable import tensors_held
 from profiler.workload.sharded_units import SHARDING, unsharded_tensors
 from profiler.workload.workload import OnPhase, StepPhase, Workload
-from profiler.workload.wrapped_models import inner_model
+from profiler.workload.wrapped_models import named_modules
 
 leave_uncompiled(__name__)
 
@@ -44,7 +44,7 @@ def trace_step(workload: Workload) -> Trace:
     The step is run with gradients cleared; the caller preserves the workload.
     """
     recorder = StepRecorder(workload)
-    return recorder.record_step(named_modules(workload), recorder)
+    return recorder.record_step(named_modules(workload.model), recorder)
 
 
 def trace_forward(workload: Workload) -> Trace:
@@ -55,7 +55,7 @@ def trace_forward(workload: Workload) -> Trace:
     """
     recorder = StepRecorder(workload, keeps=False)
     with first_forward(workload):
-        return recorder.record_step(named_modules(workload), recorder)
+        return recorder.record_step(named_modules(workload.model), recorder)
 
 
 @contextmanager
@@ -70,12 +70,6 @@ def first_forward(workload: Workload) -> Iterator[None]:
     finally:
         if own is not None:
             own.measured = measured
-
-
-def named_modules(workload: Workload) -> list[tuple[str, nn.Module]]:
-    """The modules whose calls a trace records."""
-    modules = inner_model(workload.model).named_modules()
-    return [(plain_name(name), module) for name, module in modules if unwrapped(module) is module]
 
 
 class StepRecorder(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from profiler.workload.compiled_forwards import unwrapped
+from profiler.workload.compiled_forwards import plain_name, unwrapped
 
 _REFUSED = {
     "FullyShardedDataParallel": "it flattens parameters; use torch.distributed.fsdp.fully_shard",
@@ -27,6 +27,12 @@ def inner_model(model: nn.Module) -> nn.Module:
         )
     inner = model.module if isinstance(model, DistributedDataParallel) else unwrapped(model)
     return model if inner is model else inner_model(inner)
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of the model inside, by the names that they had before any of them was compiled."""
+    modules = inner_model(model).named_modules()
+    return [(plain_name(name), module) for name, module in modules if unwrapped(module) is module]
 
 
 def class_name(module: nn.Module) -> str:

@@ -13,11 +13,11 @@ from torch import Tensor
 from profiler.agreement import agreed, any_rank, largest
 from profiler.pieces.heads import HeadInPieces, rows_at_once
 from profiler.records import HeadRecord, PiecesRecord
-from profiler.trace.step_trace import named_modules
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import causes_of
 from profiler.workload.workload import StepPhase, Workload
+from profiler.workload.wrapped_models import named_modules
 
 
 class NotInPieces(ValueError):
@@ -27,7 +27,7 @@ class NotInPieces(ValueError):
 @contextmanager
 def head_in_pieces(workload: Workload, name: str, rows: int) -> Iterator[HeadInPieces]:
     """Inside, this module of the workload's model waits for its loss, and runs so many rows at a time."""
-    module = dict(named_modules(workload))[name]
+    module = dict(named_modules(workload.model))[name]
     head = HeadInPieces(module, rows)
     patches = ForwardPatches(counts=False)
     try:
