@@ -19,6 +19,7 @@ from planner.cli.max_batch import max_batch_command
 from planner.cli.options import (
     COMPARE_SECONDS,
     PARETO_SECONDS,
+    AllowRounding,
     AsJson,
     BudgetText,
     Device,
@@ -36,6 +37,7 @@ from planner.cli.options import (
     TargetRequest,
     Trust,
     budget_callback,
+    numerics_of,
     offload_options,
     time_limit_callback,
 )
@@ -169,6 +171,7 @@ def train_command(
             help="How the programs of captured stages run: op by op, or compiled by Inductor.",
         ),
     ] = "eager",
+    allow_rounding: AllowRounding = False,
     settings: Settings = None,
     device: Device = None,
     trust: Trust = False,
@@ -195,7 +198,7 @@ def train_command(
 
     with on_ranks(engine):
         run_train(
-            PlanRequest(file=plan, budget=budget, backend=backend_named(backend)),
+            PlanRequest(file=plan, budget=budget, backend=backend_named(backend), numerics=numerics_of(allow_rounding)),
             TargetRequest(text=target, settings=settings, device=device, trust=trust),
             lambda chosen: workload_of(chosen, engine),
             steps=steps,

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from planner.cli.options import AsJson, BudgetText, Device, HeadroomText, Settings, TargetArgument, TargetRequest
+from planner.cli.options import (
+    AllowRounding,
+    AsJson,
+    BudgetText,
+    Device,
+    HeadroomText,
+    Settings,
+    TargetArgument,
+    TargetRequest,
+    numerics_of,
+)
 from planner.cli.profiling import default_file, profile_file, profile_of_target
 from planner.cli.several_ranks import check_alone, workload_of
 from planner.cli.shell import check_folder, say_written, show, show_json, working
@@ -20,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from planner.plans.plan import Plan
+    from planner.plans.solving import Numerics
     from planner.training.training import TrainingRun
     from profiler.records import Profile
     from profiler.workload.workload import Workload
@@ -32,6 +43,7 @@ def fit_command(
     device: Device = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps under the plan.")] = 3,
     headroom: HeadroomText = None,
+    allow_rounding: AllowRounding = False,
     folder: Annotated[
         Path,
         typer.Option(
@@ -53,8 +65,8 @@ def fit_command(
     given = TargetRecord.given(target, settings, device)
     profile_path = profile_file(given, folder)
     check_folder(profile_path)
-    workload, profile = _profiled(given, profile_path)
-    plan = _solved(profile, budget, profile_path, headroom or 0, as_json=as_json)
+    workload, profile = _profiled(given, profile_path, numerics_of(allow_rounding))
+    plan = _solved(profile, budget, profile_path, headroom or 0, numerics_of(allow_rounding), as_json=as_json)
     plan_path = default_file(given, "plan.json", folder, format=PLAN_FORMAT, budget_bytes=plan.budget_bytes)
     plan.save(plan_path)
     page = None if no_report else plan_path.with_suffix(".html")
@@ -75,15 +87,17 @@ def fit_command(
     say_written(profile_path, plan_path)
 
 
-def _profiled(target: TargetRecord, path: Path) -> tuple[Workload, Profile]:
+def _profiled(target: TargetRecord, path: Path, numerics: Numerics) -> tuple[Workload, Profile]:
     with working() as progress:
         workload = workload_of(target)
-        measured = profile_of_target(workload, target, progress)
+        measured = profile_of_target(workload, target, progress, numerics)
     measured.save(path)
     return workload, measured
 
 
-def _solved(profile: Profile, budget: str, path: Path, headroom: str | int, *, as_json: bool) -> Plan:
+def _solved(
+    profile: Profile, budget: str, path: Path, headroom: str | int, numerics: Numerics, *, as_json: bool
+) -> Plan:
     """The plan; where there is none, the profile is there to be solved for another budget."""
     from planner.cli.problem_solving import refusal_of
     from planner.plans.refusals import NoPlan
@@ -91,7 +105,7 @@ def _solved(profile: Profile, budget: str, path: Path, headroom: str | int, *, a
 
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            return solve(profile, budget, headroom=headroom)
+            return solve(profile, budget, headroom=headroom, numerics=numerics)
     except NoPlan as refusal:
         if as_json:
             show_json({**refusal_of(refusal, profile), "profile": str(path)})

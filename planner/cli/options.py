@@ -14,6 +14,7 @@ from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.plans.offload_request import Offload
+    from planner.plans.solving import Numerics
 
 # What help says of solvers, which take a quarter of a second to import; tests/planner/cli/test_start.py compares.
 CHAIN_SOLVERS = (
@@ -96,6 +97,12 @@ SolverName = Annotated[
     ),
 ]
 NoMenus = Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")]
+AllowRounding = Annotated[
+    bool,
+    typer.Option(
+        "--allow-rounding", help="The head and its loss may run in pieces: less memory, sums in another order."
+    ),
+]
 HeadroomText = Annotated[
     str | None,
     typer.Option(
@@ -141,6 +148,11 @@ SnapshotFile = Annotated[
     typer.Option("--snapshot", metavar="FILE", help="Write the predicted step for pytorch.org/memory_viz: .pickle."),
 ]
 Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
+
+
+def numerics_of(allow_rounding: bool) -> Numerics:
+    """What ``--allow-rounding`` comes to."""
+    return "rounding" if allow_rounding else "eager"
 
 
 def offload_options(

@@ -15,7 +15,7 @@ from planner.plans.plan_claims import Interrupted
 from planner.plans.problem_files import Source
 from planner.plans.refusals import NoPlan
 from planner.plans.rules import Rules
-from planner.plans.solving import solve
+from planner.plans.solving import Numerics, solve
 from planner.plans.stated_plan import state
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay
@@ -54,6 +54,7 @@ def solve_source(
     rules: Rules | None = None,
     offload: Offload | None = None,
     headroom: str | None = None,
+    numerics: Numerics = "eager",
 ) -> tuple[SolutionSummary, dict[str, Any]]:
     """The summary of a solution, and the document to save.
 
@@ -64,6 +65,7 @@ def solve_source(
         rules: what is stated of a profile's stages by hand.
         offload: whether and over what activations may go to host memory; None where nothing was said of it.
         headroom: of the budget, left to the device's allocator; None where nothing was said of it.
+        numerics: as for ``planner.solve``.
 
     After Ctrl-C the best that was found until then, marked ``interrupted``.
 
@@ -72,6 +74,8 @@ def solve_source(
         KeyboardInterrupt: Ctrl-C was pressed before there was any.
         ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
     """
+    if numerics != "eager" and (rules is not None or not isinstance(source, Profile)):
+        raise ValueError("--allow-rounding: expected a profile alone, got rules or a problem file; leave it out")
     _check_options(source, gap=gap, rules=rules, offload=offload, headroom=headroom)
     if isinstance(source, Graph):
         summary, actions = graph_solutions.solve_graph_problem(
@@ -90,7 +94,7 @@ def solve_source(
         if rules is not None:
             plan = state(source, rules, budget=budget, **search)
         else:
-            plan = solve(source, _given(budget), offload=offload or Offload(), **search)
+            plan = solve(source, _given(budget), offload=offload or Offload(), numerics=numerics, **search)
     except Interrupted as stop:
         plan = stop.plan
     assert isinstance(plan, Plan)

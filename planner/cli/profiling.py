@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.options import AsJson, Device, RulesFile, Settings, TargetArgument, limit_callback
+from planner.cli.options import (
+    AllowRounding,
+    AsJson,
+    Device,
+    RulesFile,
+    Settings,
+    TargetArgument,
+    limit_callback,
+    numerics_of,
+)
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, is_first, say_written, show, show_json, working
 from profiler.json_files import read_text, to_plain
@@ -21,6 +30,7 @@ from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.explain.state_table import ModelStates
+    from planner.plans.solving import Numerics
     from profiler.measurement.measuring import Progress
     from profiler.records import Profile
     from profiler.trace.partition import Stages
@@ -51,6 +61,7 @@ def profile_command(
             help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
         ),
     ] = None,
+    allow_rounding: AllowRounding = False,
     states: Annotated[
         bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
     ] = False,
@@ -79,7 +90,13 @@ def profile_command(
     with working() as progress:
         workload = workload_of(given)
         measured = profile(
-            workload, stages=_stages_of(stages), menus=not no_menus, rules=stated, limit=limit, progress=progress
+            workload,
+            stages=_stages_of(stages),
+            menus=not no_menus,
+            rules=stated,
+            limit=limit,
+            progress=progress,
+            numerics=numerics_of(allow_rounding),
         )
     measured = replace(measured, target=given)
     if is_first():
@@ -112,11 +129,13 @@ def _states_of(workload: Workload) -> ModelStates:
         return model_states(workload)
 
 
-def profile_of_target(workload: Workload, target: TargetRecord, progress: Progress) -> Profile:
+def profile_of_target(
+    workload: Workload, target: TargetRecord, progress: Progress, numerics: Numerics = "eager"
+) -> Profile:
     """The profile of a target's workload, which records the target."""
     from planner.distributed.collective import profile
 
-    return replace(profile(workload, progress=progress), target=target)
+    return replace(profile(workload, progress=progress, numerics=numerics), target=target)
 
 
 def default_file(target: TargetRecord, ending: str, folder: Path = Path(), **same: Any) -> Path:

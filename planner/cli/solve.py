@@ -16,6 +16,7 @@ from planner.cli.options import (
     GRAPH_SECONDS,
     LARGE_GRAPH_NODES,
     LARGE_GRAPH_SECONDS,
+    AllowRounding,
     AsJson,
     BudgetOrRules,
     DevicesPerLink,
@@ -30,6 +31,7 @@ from planner.cli.options import (
     SolverName,
     TargetRequest,
     Trust,
+    numerics_of,
     offload_options,
     time_limit_callback,
 )
@@ -57,6 +59,7 @@ def solve_command(
     no_menus: Annotated[
         bool, typer.Option("--no-menus", help="Of a profile: keep or recompute stages as a whole.")
     ] = False,
+    allow_rounding: AllowRounding = False,
     no_offload: NoOffload = False,
     offload_only: OffloadOnly = False,
     link_gbps: LinkGbps = None,
@@ -125,6 +128,7 @@ def solve_command(
                 rules=stated,
                 offload=offload_request,
                 headroom=headroom,
+                numerics=numerics_of(allow_rounding),
             )
     except NoPlan as refusal:
         if as_json:

@@ -32,6 +32,7 @@ from planner.distributed.sharding import Engine
 from planner.distributed.solving import solve
 from planner.explain.tables import losses_in_short
 from planner.plans.plan import Plan, chain_in
+from planner.plans.solving import Numerics
 from planner.report.command_results import measured_of_training
 from planner.report.page import write_report
 from planner.report.snapshot import write_snapshot
@@ -57,11 +58,13 @@ class PlanRequest:
         file: of a plan.
         budget: as text.
         backend: of the programs of captured stages.
+        numerics: as for ``planner.solve``.
     """
 
     file: Path | None
     budget: str | None
     backend: Backend = "eager"
+    numerics: Numerics = "eager"
 
     def read(self) -> Plan | None:
         """The file's plan; None where it is to be made.
@@ -77,7 +80,8 @@ class PlanRequest:
     def made_for(self, workload: Workload, target: TargetRecord, progress: Progress) -> Plan:
         """The plan for the workload of a target, profiled and solved for."""
         assert self.budget is not None
-        return solve(profile_of_target(workload, target, progress), self.budget)
+        measured = profile_of_target(workload, target, progress, self.numerics)
+        return solve(measured, self.budget, numerics=self.numerics)
 
 
 def run_train(

@@ -17,8 +17,8 @@ from planner.distributed.pipeline_schedule import schedule_of
 from planner.distributed.ranks import Ranks, current_ranks
 from planner.plans import profiling
 from planner.plans.plan import Plan
-from planner.plans.profiling import ProfiledNumerics
 from planner.plans.rules import Rule, Rules
+from planner.plans.solving import Numerics
 from planner.runtime import applier
 from planner.runtime.applier import Backend, Handle, handle_of
 from planner.runtime.given_arguments import given_plan
@@ -43,7 +43,7 @@ def profile(
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,
     progress: Progress | None = None,
-    numerics: ProfiledNumerics = "eager",
+    numerics: Numerics = "eager",
 ) -> Profile:
     """Measure one training step of a workload on the device it is on.
 
@@ -68,7 +68,7 @@ def profile(
             not on several ranks: there a step that runs out on one breaks off on all.
         progress: called as ``progress(what, done, total)`` before each run.
         numerics: ``"rounding"`` also measures the step with its head and loss in pieces, where the head's output is
-            large: plans that need less, with sums of another order (``Profile.in_pieces``; about ten steps more).
+            large: plans that need less, with sums of another order (``Profile.in_pieces``); as many steps again.
 
     Returns:
         The profile: bytes as exact integers, seconds as medians.
@@ -78,7 +78,7 @@ def profile(
         RankError: it failed on one rank, a rank did not answer, or ranks have different models or shapes of batches.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
         ChoiceError: a rule names what is not there, or an op that must not run again.
-        ValueError: rules that cannot be read.
+        ValueError: rules that cannot be read, or no such kind of numerics.
     """
     check_workload(workload, "profile")
     settings: dict[str, Any] = {

@@ -47,7 +47,8 @@ def solve(
         reshard: of stages that are units of ``fully_shard``, whether they give their parameters back after forward:
             ``"profiled"``, as they did then, or ``"solve"``: some may keep them, for one gather less.
         numerics: ``"eager"``, the very bits of the step without a plan; or ``"compiled"``: stages whose captured ops
-            round otherwise than their own code (``MenuRecord.opaque`` says so) may run as programs, too.
+            round otherwise than their own code (``MenuRecord.opaque`` says so) may run as programs, too; or
+            ``"rounding"``: beside that the head and the loss may run in pieces, where the profile was made so.
 
     Returns:
         The plan, replayed in exact bytes, with its bound.

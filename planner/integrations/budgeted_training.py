@@ -14,6 +14,7 @@ from planner.integrations.batch_signatures import BatchSignatures
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
 from planner.plans.refusals import NoPlan
+from planner.plans.solving import Numerics, check_numerics
 from planner.runtime.applier import Handle
 from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
 from planner.training.input_signatures import Signature
@@ -53,7 +54,7 @@ class BudgetedTraining:
     model is compiled, the first plan stays: ranks that differ would part.
 
     Args:
-        budget, solver, offload, headroom, verify: as for ``auto_checkpoint``.
+        budget, solver, offload, headroom, verify, numerics: as for ``auto_checkpoint``.
         limit: as for ``profile``: bytes that no step of profiling takes more than.
         watch: as for ``apply``: also take the peak of a step on a CPU; on CUDA that is free and done anyway.
 
@@ -75,7 +76,9 @@ class BudgetedTraining:
         limit: str | int | None = None,
         verify: bool = True,
         watch: bool | None = None,
+        numerics: Numerics = "eager",
     ) -> None:
+        check_numerics(numerics)
         check_size(budget)  # A wrong one is said before anything is built on it.
         if limit is not None:
             parse_bytes(limit)
@@ -86,6 +89,7 @@ class BudgetedTraining:
         self.limit = limit
         self.verify = verify
         self.watch = watch
+        self.numerics: Numerics = numerics
         self.handle: Handle | None = None
         self.plan: Plan | None = None
         self._signatures = BatchSignatures()
@@ -179,8 +183,10 @@ class BudgetedTraining:
         self.handle = apply(workload.model, known.plan, watch=self.watch)
 
     def _planned(self, workload: Workload) -> tuple[Profile, Plan]:
-        measured = profile(workload, limit=self.limit)
-        chosen: dict[str, Any] = {"solver": self.solver, "offload": self.offload, "headroom": self.headroom}
+        measured = profile(workload, limit=self.limit, numerics=self.numerics)
+        chosen: dict[str, Any] = {
+            "solver": self.solver, "offload": self.offload, "headroom": self.headroom, "numerics": self.numerics
+        }  # fmt: skip
         if self._budget_bytes is None:
             plan = solve(measured, self.budget, **chosen)
         else:

@@ -9,6 +9,7 @@ from torch import nn
 from planner.integrations.budgeted_training import BudgetedTraining
 from planner.integrations.optional_packages import require
 from planner.plans.offload_request import Offload, OffloadMode
+from planner.plans.solving import Numerics
 from planner.units import format_bytes
 from profiler.workload.workload import Workload
 
@@ -43,7 +44,8 @@ class MemoryBudgetCallback(Callback):
             unplanned peak, or bytes.
         network: name of the module to plan (``"generator"``), where manual optimization trains several; the others
             keep everything, within the budget.
-        solver, offload, headroom: as for ``planner.solve``; nothing is offloaded once batches have changed shapes.
+        solver, offload, headroom, numerics: as for ``planner.solve``; nothing is offloaded once batches have changed
+            shapes.
         limit: bytes that no step of profiling takes more than, for a step that does not fit without a plan.
         verify: hold the plan against its own run, as ``planner.auto_checkpoint`` does.
         watch: also take the peak of a step on a CPU; on CUDA that is free and done anyway.
@@ -67,9 +69,17 @@ class MemoryBudgetCallback(Callback):
         limit: str | int | None = None,
         verify: bool = True,
         watch: bool | None = None,
+        numerics: Numerics = "eager",
     ) -> None:
         self.training = BudgetedTraining(
-            budget, solver=solver, offload=offload, headroom=headroom, limit=limit, verify=verify, watch=watch
+            budget,
+            solver=solver,
+            offload=offload,
+            headroom=headroom,
+            limit=limit,
+            verify=verify,
+            watch=watch,
+            numerics=numerics,
         )
         self._network = network
         self._planned: nn.Module | None = None

@@ -13,6 +13,7 @@ from planner.integrations.budgeted_training import BudgetedTraining
 from planner.integrations.optional_packages import require
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.refusals import NoPlan
+from planner.plans.solving import Numerics
 from profiler.measurement.device_memory import ran_out
 from profiler.workload.steps import ProfileError, causes_of
 from profiler.workload.workload import Workload
@@ -37,7 +38,8 @@ class MemoryBudgetCallback(TrainerCallback):
         trainer: that the callback is added to; also one of TRL.
         budget: the most bytes on the device at once during a whole training step: ``"8GiB"``, ``"70%"`` of the
             unplanned peak, or bytes.
-        solver, offload, headroom: as for ``planner.solve``; nothing is offloaded once batches have changed shapes.
+        solver, offload, headroom, numerics: as for ``planner.solve``; nothing is offloaded once batches have changed
+            shapes.
         limit: bytes that no step of profiling takes more than, for a step that does not fit without a plan.
         verify: hold the plan against its own run, as ``planner.auto_checkpoint`` does.
         watch: also take the peak of a step on a CPU; on CUDA that is free and done anyway.
@@ -58,6 +60,7 @@ class MemoryBudgetCallback(TrainerCallback):
         limit: str | int | None = None,
         verify: bool = True,
         watch: bool | None = None,
+        numerics: Numerics = "eager",
     ) -> None:
         if not isinstance(trainer, Trainer):
             raise ValueError(
@@ -66,7 +69,14 @@ class MemoryBudgetCallback(TrainerCallback):
             )
         _check_arguments(trainer.args)
         self.training = BudgetedTraining(
-            budget, solver=solver, offload=offload, headroom=headroom, limit=limit, verify=verify, watch=watch
+            budget,
+            solver=solver,
+            offload=offload,
+            headroom=headroom,
+            limit=limit,
+            verify=verify,
+            watch=watch,
+            numerics=numerics,
         )
         self._trainer = weakref.ref(trainer)  # It holds its callbacks.
         self._taps: list[str] = []

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
 
 from planner.plans.call_programs import program_menu
 from planner.plans.cut_choice import with_best_cut
 from planner.plans.rules import Rule, Rules, rules_from
+from planner.plans.solving import Numerics, check_numerics
 from planner.plans.stated_plan import resolve_for
 from planner.units import parse_bytes
 from profiler.measurement import profiling
@@ -25,8 +25,6 @@ from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
 
-ProfiledNumerics = Literal["eager", "rounding"]
-
 
 def profile(
     workload: Workload,
@@ -36,12 +34,11 @@ def profile(
     rules: Rules | Rule | Sequence[Rule] | str | Path | None = None,
     limit: str | int | None = None,
     progress: Progress | None = None,
-    numerics: ProfiledNumerics = "eager",
+    numerics: Numerics = "eager",
 ) -> Profile:
     """What ``planner.profile`` does in one process, which measures by itself; arguments and errors are as there."""
     check_workload(workload, "profile")
-    if numerics not in get_args(ProfiledNumerics):
-        raise ValueError(f"numerics: expected one of {', '.join(get_args(ProfiledNumerics))}, got {numerics!r}")
+    check_numerics(numerics)
     stated = None if rules is None else rules_from(rules)
     compiled = is_compiled(workload.model)
     measure = partial(
@@ -57,7 +54,7 @@ def profile(
         resolve_for(measured, stated)
     if stages is None and stated is None and not compiled and menus:
         measured = with_best_cut(measured, lambda: measure(stages="whole"))
-    if numerics == "eager" or stated is not None:
+    if numerics != "rounding" or stated is not None:
         return measured
     return _with_pieces(workload, measured, partial(measure, stages=stages))
 

@@ -63,8 +63,7 @@ def solve(
 ) -> Plan:
     """What ``planner.solve`` does in the process that solves; arguments and errors are as there."""
     profile = given_profile(profile, "solve")
-    if numerics not in get_args(Numerics):
-        raise ValueError(f"numerics: expected one of {', '.join(get_args(Numerics))}, got {numerics!r}")
+    check_numerics(numerics)
     try:
         budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
         left_free = headroom_from(headroom, profile)
@@ -131,6 +130,12 @@ def _solved(
         return _fastest(plan, profile, others) if others and not plan.interrupted else plan
 
     return plan_with_headroom(budget_bytes, headroom, plan_within)
+
+
+def check_numerics(numerics: str) -> None:
+    """Refuse what is no kind of numerics; raises ValueError."""
+    if numerics not in get_args(Numerics):
+        raise ValueError(f"numerics: expected one of {', '.join(get_args(Numerics))}, got {numerics!r}")
 
 
 def _with_pieces(profile: Profile, plan_from: Callable[[Profile], Plan]) -> Plan:

@@ -11,6 +11,7 @@ from torch import nn
 from planner.distributed.collective import apply, profile
 from planner.distributed.solving import solve
 from planner.plans.offload_request import Offload, OffloadMode
+from planner.plans.solving import Numerics
 from planner.training.dynamic_profiles import Training
 from planner.training.dynamic_shapes import apply_dynamic
 from planner.training.plan_cache import CACHE_SIZE
@@ -42,6 +43,7 @@ def auto_checkpoint(
     sizes: Sequence[Any] = (),
     cache_size: int = CACHE_SIZE,
     strict: bool = False,
+    numerics: Numerics = "eager",
 ) -> nn.Module:
     """Profile the model on one batch, solve for ``budget`` and apply the plan.
 
@@ -72,6 +74,7 @@ def auto_checkpoint(
         cache_size: signatures to remember beside those profiled; the least recently used one is forgotten first.
         strict: raise Infeasible from the forward of a signature that no plan meets the budget for, once that is
             known; without, it is said once and the plan that needs least memory is used.
+        numerics: as for ``profile`` and ``solve``; ``"eager"`` with ``dynamic``.
 
     Returns:
         The same model; ``planner.handle_of(model)`` gives the handle to inspect
@@ -93,6 +96,8 @@ def auto_checkpoint(
     }
     if dynamic:
         _check_no_offload(offload)
+        if numerics != "eager":
+            raise ValueError(f"numerics: expected 'eager' with dynamic=True, got {numerics!r}; leave one of them out")
         if step is not None:
             raise ValueError("auto_checkpoint: expected no step with dynamic=True, got one; describe it by the others")
         apply_dynamic(
@@ -111,7 +116,8 @@ def auto_checkpoint(
     if sizes:
         raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
     workload = Workload(model=model, inputs=inputs, step=step, **described)
-    plan = solve(profile(workload, stages=stages), budget, solver=solver, offload=offload, headroom=headroom)
+    measured = profile(workload, stages=stages, numerics=numerics)
+    plan = solve(measured, budget, solver=solver, offload=offload, headroom=headroom, numerics=numerics)
     if verify and can_verify(workload, plan):
         plan = verified(workload, plan, solver=solver).plan
     apply(model, plan)
