@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +61,7 @@ class HeadCall:
 
     def outputs(self, rows: Tensor) -> Tensor:
         """What the head gives for these rows, after the steps."""
-        with self.state.reinstated():
+        with self.state.reinstated(), _fit_to_cache():
             made = self.forward(rows)
         for step in self.steps:
             made = step(made)
@@ -71,6 +72,17 @@ class HeadCall:
         pieces = -(-count // self.rows_at_once)
         bounds = [count * k // pieces for k in range(pieces + 1)] if pieces else [0]
         yield from map(slice, bounds, bounds[1:])
+
+
+@contextmanager
+def _fit_to_cache() -> Iterator[None]:
+    """Without gradients, autocast keeps no cast of a weight: those that come later would take one without history."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(cached and torch.is_grad_enabled())
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 class HeadOutput(Tensor):
@@ -119,7 +131,7 @@ class HeadOutput(Tensor):
                 result = rule(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            elif func not in _ABOUT:
+            elif func not in _ABOUT and (func.__name__ not in _ACCESSORS or func in _VIEWS):
                 for each in pytree.tree_leaves((args, kwargs)):
                     if isinstance(each, HeadOutput):
                         each.values()  # While autocast is as it was: below it is off.
@@ -159,15 +171,15 @@ class HeadOutput(Tensor):
 
 # What becomes of an output where a function takes each of its rows by itself; NotImplemented where it does not.
 ROW_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-_ABOUT = {  # what asks for no values
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")),
-    *(getattr(Tensor, name).__get__ for name in ("grad_fn", "layout", "is_cuda", "is_sparse", "is_nested", "_version")),
+_ABOUT = {  # functions that ask for no values, as getters do but for those of views
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "element_size")),
     *(getattr(Tensor, name) for name in ("untyped_storage", "stride", "storage_offset", "is_contiguous", "__len__")),
-    *(getattr(Tensor, name) for name in ("get_device", "__hash__", "data_ptr", "register_hook", "is_complex")),
+    *(getattr(Tensor, name) for name in ("get_device", "__hash__", "register_hook", "is_complex")),
     torch.is_floating_point,
     torch.numel,
 }
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+_VIEWS = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 
 
 class _Head(torch.autograd.Function):
