@@ -390,26 +390,43 @@ class HeadRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PiecesRecord:
-    """A head that runs in pieces, together with its loss.
+class ModulePieces:
+    """A module that runs in pieces, and again so in backward.
 
     Attributes:
-        head: name of its module.
+        name: of the module.
+        dim: of its tensors, along which they are taken apart.
+        count: of its pieces.
+    """
+
+    name: str
+    dim: Count
+    count: Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecesRecord:
+    """What of a model runs in pieces: its head together with its loss, and modules by themselves.
+
+    Attributes:
+        head: name of its module; empty where none waits for a loss.
         rows: that it takes in a step.
         rows_at_once: the most rows of a piece.
+        modules: that run in pieces.
         loss_difference: relative, between a step in pieces and a plain one.
         gradient_difference: the same of the gradients: the largest of any parameter, each by its norm.
     """
 
-    head: str
-    rows: Count
-    rows_at_once: Annotated[int, msgspec.Meta(ge=1)]
-    loss_difference: Rate
-    gradient_difference: Rate
+    head: str = ""
+    rows: Count = 0
+    rows_at_once: Annotated[int, msgspec.Meta(ge=1)] = 1
+    modules: tuple[ModulePieces, ...] = ()
+    loss_difference: Rate = 0.0
+    gradient_difference: Rate = 0.0
 
     @property
     def count(self) -> int:
-        """How many pieces a step has."""
+        """How many pieces the head has in a step."""
         return -(-self.rows // self.rows_at_once)
 
 
@@ -454,8 +471,8 @@ class Profile:
         left_out: blocks that no stage could be made of although they keep much.
         heads: what may run in pieces together with the loss, the first that can does; empty where that would save
             nothing.
-        pieces: the head that ran in pieces in all that was measured; None where none did.
-        in_pieces: the same step with its head in pieces, where that was measured.
+        pieces: what ran in pieces in all that was measured; None where nothing did.
+        in_pieces: the same step with its head in pieces, and with modules in pieces, too, where that was measured.
         target: what the command line built it from; None for a workload that Python made.
     """
 
@@ -489,7 +506,7 @@ class Profile:
     target: TargetRecord | None = None
     heads: tuple[HeadRecord, ...] = ()
     pieces: PiecesRecord | None = None
-    in_pieces: Profile | None = None
+    in_pieces: tuple[Profile, ...] = ()
 
     def __repr__(self) -> str:
         stages = sum(stage.kind == "stage" for stage in self.stages)

@@ -101,7 +101,7 @@ class Plan(PlanClaims):
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
         saved_seconds: of what the unplanned step does and this plan's does not: gathers of parameters, and the head all
             at once; below zero where pieces take longer.
-        pieces: the head that runs in pieces together with its loss; None where none does.
+        pieces: what runs in pieces: the head together with its loss, and modules; None where nothing does.
     """
 
     profile_fingerprint: str
@@ -129,7 +129,7 @@ class Plan(PlanClaims):
 
     def _what_is_done(self) -> list[str]:
         done = self._by_decision()
-        pieces = [] if self.pieces is None else [in_words(self.pieces)]
+        pieces = [] if self.pieces is None else in_words(self.pieces)
         # With zero-argument super a dataclass with slots would ask the class before it had them.
         return [
             *PlanClaims._what_is_done(self),
@@ -140,7 +140,7 @@ class Plan(PlanClaims):
     def _done_in_short(self) -> str:
         decisions: Counter[StageDecision] = Counter(stage.decision for stage in self.stages if stage.kind == "stage")
         counts = [f"{number} {_DONE[decision]}" for decision, number in decisions.items()]
-        pieces = f"{self.pieces.head} in {counted(self.pieces.count, 'piece')}; " if self.pieces else ""
+        pieces = f"{'; '.join(_in_pieces(self.pieces))}; " if self.pieces else ""
         of_stages = f"of {counted(decisions.total(), 'stage')} {', '.join(counts)}"
         return f"{of_stages}; {pieces}{PlanClaims._done_in_short(self)}"
 
@@ -186,7 +186,7 @@ class Plan(PlanClaims):
             stages,
             units,
             *([gathered] if gathered else []),
-            *([[self.pieces.head, self.pieces.rows_at_once]] if self.pieces else []),
+            *([[self.pieces.head, self.pieces.rows_at_once, to_plain(self.pieces.modules)]] if self.pieces else []),
             [[action.kind, action.stage, self._runs_again(action)] for action in self.schedule.actions],
         ]
 
@@ -241,13 +241,29 @@ class Plan(PlanClaims):
         return plan
 
 
-def in_words(pieces: PiecesRecord) -> str:
-    """What runs in pieces, and what that means for the numbers."""
-    return (
-        f"{pieces.head} and the loss run in {counted(pieces.count, 'piece')} of at most {pieces.rows_at_once:,} rows, "
-        f"each forward and backward before the next: other rounding (loss {pieces.loss_difference:.1e} off, gradients "
-        f"{pieces.gradient_difference:.1e})"
+def in_words(pieces: PiecesRecord) -> list[str]:
+    """What runs in pieces, and what that means for the numbers, a line each."""
+    of_head = (
+        f"{pieces.head} and the loss: {counted(pieces.count, 'piece')} of at most {pieces.rows_at_once:,} rows, each "
+        "forward and backward before the next"
     )
+    modules = [f"{names}: pieces, run again in backward" for names in _modules(pieces)]
+    rounding = (
+        f"in pieces sums have another order: the loss is {pieces.loss_difference:.1e} off, gradients "
+        f"{pieces.gradient_difference:.1e}"
+    )
+    return [*([of_head] if pieces.head else []), *modules, rounding]
+
+
+def _in_pieces(pieces: PiecesRecord) -> list[str]:
+    """The same in short."""
+    head = [f"{pieces.head} in {counted(pieces.count, 'piece')}"] if pieces.head else []
+    return [*head, *(f"{names} in pieces" for names in _modules(pieces))]
+
+
+def _modules(pieces: PiecesRecord) -> list[str]:
+    names = [module.name for module in pieces.modules]
+    return [names_in_short(names)] if names else []
 
 
 def _known_option(plan: Plan, action: Action) -> bool:

@@ -15,11 +15,12 @@ from planner.plans.stated_plan import resolve_for
 from planner.units import parse_bytes
 from profiler.measurement import profiling
 from profiler.measurement.measuring import Progress
-from profiler.pieces.comparison import NotInPieces, compared, head_in_pieces
+from profiler.pieces.comparison import NotInPieces, compared, in_pieces, of_head
 from profiler.progress import tell
-from profiler.records import Profile
+from profiler.records import PiecesRecord, Profile
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns, runs_once
+from profiler.trace.divisible import divisible_modules
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.steps import check_workload
@@ -60,16 +61,25 @@ def profile(
 
 
 def _with_pieces(workload: Workload, measured: Profile, measure: Callable[[], Profile]) -> Profile:
-    """The profile, with another one in it of the same step with its head in pieces where that can be."""
-    for head in measured.heads:
+    """The profile, with others in it of the same step in pieces: of its head, and of modules that keep much, too."""
+    found: list[Profile] = []
+
+    def add(pieces: PiecesRecord, what: str) -> bool:
         try:
-            pieces = compared(workload, head, frugal=measured.frugal)
+            pieces = compared(workload, pieces, frugal=measured.frugal)
         except NotInPieces as error:
-            tell("planner", f"{head.name} does not run in pieces: {error}")
-            continue
-        with head_in_pieces(workload, head.name, pieces.rows_at_once):
-            return replace(measured, in_pieces=replace(measure(), pieces=pieces, op_records=()))
-    return measured
+            tell("planner", f"{what} do not run in pieces: {error}")
+            return False
+        with in_pieces(workload, pieces):
+            found.append(replace(measure(), pieces=pieces, op_records=()))
+        return True
+
+    any(add(of_head(workload, head), f"{head.name} and the loss") for head in measured.heads)
+    head = found[0].pieces if found and found[0].pieces else PiecesRecord()
+    modules = () if measured.frugal or is_compiled(workload.model) else divisible_modules(workload)
+    if modules := tuple(each for each in modules if each.name != head.head):
+        add(replace(head, modules=modules), f"{len(modules)} modules")
+    return replace(measured, in_pieces=tuple(found))
 
 
 def _orders_for(graph: StepGraph) -> list[StepRuns]:

@@ -149,12 +149,11 @@ def _with_pieces(profile: Profile, plan_from: Callable[[Profile], Plan]) -> Plan
         NoPlan: neither fits; says what the smaller of the two takes.
     """
     plans, refusals = list[Plan](), list[NoPlan]()
-    for each in (profile, profile.in_pieces):
-        if each is not None:
-            try:
-                plans.append(_beside(profile, each, plan_from(each)))
-            except NoPlan as refusal:
-                refusals.append(refusal)
+    for each in (profile, *profile.in_pieces):
+        try:
+            plans.append(_beside(profile, each, plan_from(each)))
+        except NoPlan as refusal:
+            refusals.append(refusal)
     if not plans:
         raise min(refusals, key=lambda refusal: refusal.minimum_budget_bytes)
     best = min(plans, key=lambda plan: plan.predicted_seconds)
@@ -181,7 +180,7 @@ def _beside(profile: Profile, measured: Profile, plan: Plan) -> Plan:
 
 def _pieces_named(refusal: NoPlan, profile: Profile) -> NoPlan:
     """A refusal that says first what would fit if the head ran in pieces, where that is known or likely."""
-    if profile.in_pieces is None:
+    if not profile.in_pieces:
         if not profile.heads:
             return refusal
         head = profile.heads[0]
@@ -190,14 +189,10 @@ def _pieces_named(refusal: NoPlan, profile: Profile) -> NoPlan:
             "returns are then made in pieces)"
         )
         return replace(refusal, remedy=f"{refusal.remedy}; or {hint}")
-    least_bytes = shortage(chain_of(profile.in_pieces)).minimum_budget_bytes
+    least_bytes = min(shortage(chain_of(each)).minimum_budget_bytes for each in profile.in_pieces)
     if least_bytes >= refusal.minimum_budget_bytes:
         return refusal
-    assert profile.in_pieces.pieces is not None
-    pieces = (
-        f"with {profile.in_pieces.pieces.head} and the loss in pieces (numerics='rounding') {least_bytes} bytes "
-        f"({format_bytes(least_bytes)}) are enough"
-    )
+    pieces = f"in pieces (numerics='rounding') {least_bytes} bytes ({format_bytes(least_bytes)}) are enough"
     fits = "solve with numerics='rounding'; or " if least_bytes <= refusal.budget_bytes else ""
     return replace(refusal, reason=f"{pieces}; without, {refusal.reason}", remedy=f"{fits}{refusal.remedy}")
 

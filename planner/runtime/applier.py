@@ -38,7 +38,7 @@ from planner.runtime.stage_places import StagePlaces, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.capture.call_program import Compiled
-from profiler.pieces.heads import HeadInPieces
+from profiler.pieces.comparison import run_in_pieces
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.records import PiecesRecord
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
@@ -141,7 +141,7 @@ def apply(
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches = ForwardPatches()
     if plan.pieces is not None:
-        _run_in_pieces(model, plan.pieces, patches)
+        _take_apart(model, plan.pieces, patches)
     planned = PlannedCalls(plan, lowered, model, watch=watch, compiler=_compiler(backend, model))
     install(model, planned, planned.wrapped, patches)
     handle = Handle(model, plan, patches, planned.watch)
@@ -150,8 +150,8 @@ def apply(
     return handle
 
 
-def _run_in_pieces(model: nn.Module, pieces: PiecesRecord, patches: ForwardPatches) -> None:
-    """Have the head of a model wait for its loss, and run in pieces with it."""
+def _take_apart(model: nn.Module, pieces: PiecesRecord, patches: ForwardPatches) -> None:
+    """Have parts of a model run in pieces; says so where the head cannot."""
 
     def say_whole() -> None:
         warn_once(
@@ -159,8 +159,7 @@ def _run_in_pieces(model: nn.Module, pieces: PiecesRecord, patches: ForwardPatch
             "all that it returns is made at once, as something besides its loss needs it; the peak is not promised",
         )
 
-    head = HeadInPieces(module_named(model, pieces.head), pieces.rows_at_once, say_whole)
-    patches.wrap(module_named(model, pieces.head), head.wrapped, f"planner.apply: {pieces.head!r} runs in pieces")
+    run_in_pieces(model, pieces, patches, say_whole)
 
 
 def check_backend(backend: str) -> None:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, storages_of
 from profiler.capture.random_ops import has_own_generator
+from profiler.pieces.module_pieces import ONE_SUM
 from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
@@ -377,6 +378,8 @@ def _uses(node: fx.Node, graph: JointGraph) -> int:
 def _is_sum(node: Any) -> bool:
     """Whether a node only adds two tensors of the layout of the sum."""
     if not isinstance(node, fx.Node) or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return False
+    if ONE_SUM in node.meta.get("custom", ()):
         return False
     shape = node.meta["val"].shape
     parts = [each.meta["val"] if isinstance(each, fx.Node) else None for each in node.args]

@@ -1,17 +1,19 @@
-"""Runs a step with its head in pieces, and holds it against the step as it is."""
+"""Runs a step with parts of the model in pieces, and holds it against the step as it is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from profiler.agreement import agreed, any_rank, largest
 from profiler.pieces.heads import HeadInPieces, rows_at_once
+from profiler.pieces.module_pieces import ModuleInPieces
 from profiler.records import HeadRecord, PiecesRecord
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.snapshot import RandomState, preserved
@@ -19,58 +21,82 @@ from profiler.workload.steps import causes_of
 from profiler.workload.workload import StepPhase, Workload
 from profiler.workload.wrapped_models import named_modules
 
+_PATCHED = "it runs in pieces"
+
 
 class NotInPieces(ValueError):
-    """A head cannot run in pieces; the message says why."""
+    """A part of a model cannot run in pieces; the message says why."""
+
+
+def run_in_pieces(
+    model: nn.Module, pieces: PiecesRecord, patches: ForwardPatches, say_whole: Callable[[], None] | None = None
+) -> HeadInPieces | None:
+    """Have parts of a model run in pieces until the patches are removed; what is told of its head.
+
+    Args:
+        model: whose modules have these names.
+        pieces: which, and how.
+        patches: that the wrappers are put on with.
+        say_whole: called where all of the head's output is made at once after all.
+    """
+    named = dict(named_modules(model))
+    for part in pieces.modules:
+        patches.wrap(named[part.name], ModuleInPieces(named[part.name], part.dim, part.count).wrapped, _PATCHED)
+    if not pieces.head:
+        return None
+    head = HeadInPieces(named[pieces.head], pieces.rows_at_once, say_whole)
+    patches.wrap(named[pieces.head], head.wrapped, _PATCHED)
+    return head
 
 
 @contextmanager
-def head_in_pieces(workload: Workload, name: str, rows: int) -> Iterator[HeadInPieces]:
-    """Inside, this module of the workload's model waits for its loss, and runs so many rows at a time."""
-    module = dict(named_modules(workload.model))[name]
-    head = HeadInPieces(module, rows)
+def in_pieces(workload: Workload, pieces: PiecesRecord) -> Iterator[HeadInPieces | None]:
+    """Inside, parts of the workload's model run in pieces, and a plan can be put on top."""
     patches = ForwardPatches(counts=False)
     try:
-        patches.wrap(module, head.wrapped)
-        yield head
+        yield run_in_pieces(workload.model, pieces, patches)
     finally:
         patches.remove()
 
 
-def compared(workload: Workload, head: HeadRecord, *, frugal: bool) -> PiecesRecord:
+def of_head(workload: Workload, head: HeadRecord) -> PiecesRecord:
+    """Pieces of a head."""
+    return PiecesRecord(head=head.name, rows=head.rows, rows_at_once=rows_at_once(workload.device.type))
+
+
+def compared(workload: Workload, pieces: PiecesRecord, *, frugal: bool) -> PiecesRecord:
     """Run a step in pieces and one as it is, or in smaller pieces where that does not fit; the workload is left alone.
+
+    Returns:
+        The pieces, with how far the loss and the gradients are off.
 
     Raises:
         NotInPieces: something needs all of the head's output at once, or the results differ by more than rounding.
     """
-    rows = rows_at_once(workload.device.type)
     randomness = RandomState.capture()
-    if frugal:
-        plain = _in_pieces(workload, randomness, head.name, max(1, rows // 2))
-    else:
-        plain = _step(workload, randomness)
-    pieces = _in_pieces(workload, randomness, head.name, rows)
-    if any_rank(plain.gradients.keys() != pieces.gradients.keys()):
-        raise NotInPieces(f"other parameters have gradients where rows of {head.name!r} are taken apart")
+    plain = _in_pieces(workload, randomness, _finer(pieces)) if frugal else _step(workload, randomness)
+    apart = _in_pieces(workload, randomness, pieces)
+    if any_rank(plain.gradients.keys() != apart.gradients.keys()):
+        raise NotInPieces("other parameters have gradients where rows are taken apart")
     difference, gradients = largest(
         [
-            abs(pieces.loss - plain.loss) / max(abs(plain.loss), torch.finfo(torch.float32).tiny),
-            max((_difference(pieces.gradients[k], each) for k, each in plain.gradients.items()), default=0.0),
+            abs(apart.loss - plain.loss) / max(abs(plain.loss), torch.finfo(torch.float32).tiny),
+            max((relative_difference(apart.gradients[k], each) for k, each in plain.gradients.items()), default=0.0),
         ]
     )
-    allowed = math.sqrt(max(torch.finfo(dtype).eps for dtype in (plain.precision, pieces.precision)))
+    allowed = math.sqrt(max(torch.finfo(dtype).eps for dtype in (plain.precision, apart.precision)))
     if not agreed(max(difference, gradients) <= allowed):
         raise NotInPieces(
-            f"expected rows of {head.name!r} that do not depend on each other, got a loss that differs by "
-            f"{difference:.1e} and gradients that differ by {gradients:.1e} where they are taken apart"
+            f"expected rows that do not depend on each other, got a loss that differs by {difference:.1e} and "
+            f"gradients that differ by {gradients:.1e} where they are taken apart"
         )
-    return PiecesRecord(
-        head=head.name,
-        rows=head.rows,
-        rows_at_once=rows,
-        loss_difference=difference,
-        gradient_difference=gradients,
-    )
+    return replace(pieces, loss_difference=difference, gradient_difference=gradients)
+
+
+def _finer(pieces: PiecesRecord) -> PiecesRecord:
+    """Twice as many pieces."""
+    modules = tuple(replace(module, count=2 * module.count) for module in pieces.modules)
+    return replace(pieces, rows_at_once=max(1, pieces.rows_at_once // 2), modules=modules)
 
 
 class _Step(NamedTuple):
@@ -81,18 +107,18 @@ class _Step(NamedTuple):
     precision: torch.dtype
 
 
-def _in_pieces(workload: Workload, randomness: RandomState, name: str, rows: int) -> _Step:
-    with head_in_pieces(workload, name, rows) as head:
+def _in_pieces(workload: Workload, randomness: RandomState, pieces: PiecesRecord) -> _Step:
+    with in_pieces(workload, pieces) as head:
         try:
             step = _step(workload, randomness)
         except Exception as error:  # The user's code runs here.
             if said := next((str(cause) for cause in causes_of(error) if "in pieces" in str(cause)), ""):
                 raise NotInPieces(said) from error
             raise
-    if any_rank(head.made_whole > 0):
-        raise NotInPieces(f"something but its loss needs all of what {name!r} returns")
-    if any_rank(not head.waited):
-        raise NotInPieces(f"{name!r} is not called with one tensor of rows")
+    if head is not None and any_rank(head.made_whole > 0):
+        raise NotInPieces(f"something but its loss needs all of what {pieces.head!r} returns")
+    if head is not None and any_rank(not head.waited):
+        raise NotInPieces(f"{pieces.head!r} is not called with one tensor of rows")
     return step
 
 
@@ -117,8 +143,8 @@ def _step(workload: Workload, randomness: RandomState) -> _Step:
     return _Step(math.fsum(losses), gradients, max(types, key=lambda dtype: torch.finfo(dtype).eps))
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    """Relative, by norms."""
+def relative_difference(one: Tensor, other: Tensor) -> float:
+    """By norms."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()
     size = float(other.double().norm())

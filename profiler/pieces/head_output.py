@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from profiler.pieces.module_pieces import fit_to_cache
 from profiler.recomputation.torch_state import TorchState
 
 Step = Callable[[Tensor], Tensor]
@@ -61,7 +61,7 @@ class HeadCall:
 
     def outputs(self, rows: Tensor) -> Tensor:
         """What the head gives for these rows, after the steps."""
-        with self.state.reinstated(), _fit_to_cache():
+        with self.state.reinstated(), fit_to_cache():
             made = self.forward(rows)
         for step in self.steps:
             made = step(made)
@@ -72,17 +72,6 @@ class HeadCall:
         pieces = -(-count // self.rows_at_once)
         bounds = [count * k // pieces for k in range(pieces + 1)] if pieces else [0]
         yield from map(slice, bounds, bounds[1:])
-
-
-@contextmanager
-def _fit_to_cache() -> Iterator[None]:
-    """Without gradients, autocast keeps no cast of a weight: those that come later would take one without history."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(cached and torch.is_grad_enabled())
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
 
 
 class HeadOutput(Tensor):

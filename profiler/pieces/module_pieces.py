@@ -1,0 +1,162 @@
+"""A module that runs a few rows at a time, keeps nothing but what it is given, and runs again in backward, so, too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.fx.traceback import annotate
+from torch.nn.utils.stateless import _reparametrize_module
+
+from profiler.recomputation.torch_state import TorchState
+from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
+from profiler.workload.compiled_forwards import Forward
+
+ONE_SUM = "planner_one_sum"  # in what tracing notes of an op: it adds up what uses of one call contribute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """A call of a module, whose tensors are taken apart along one dimension.
+
+    Attributes:
+        run: the module's forward, of the tensors in its arguments.
+        module: whose forward it is.
+        state: torch's flags and autocast, as they were at the call.
+        dim: of the tensors that are taken apart, and of the result.
+        size: along it.
+        pieces: how many there are.
+    """
+
+    run: Callable[[Sequence[Tensor]], Tensor]
+    module: nn.Module
+    state: TorchState
+    dim: int
+    size: int
+    pieces: int
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """The first and the length of each piece."""
+        marks = [self.size * k // self.pieces for k in range(self.pieces + 1)]
+        return [(first, end - first) for first, end in itertools.pairwise(marks)]
+
+    def is_apart(self, tensor: Tensor) -> bool:
+        """Whether a tensor is taken apart: it has as many rows as the others."""
+        return tensor.dim() > self.dim and tensor.shape[self.dim] == self.size
+
+    def piece(self, tensor: Tensor, first: int, length: int) -> Tensor:
+        """Some rows of a tensor; all of one that is not taken apart."""
+        return tensor.narrow(self.dim, first, length) if self.is_apart(tensor) else tensor
+
+    def result(self, tensors: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
+        """What the module gives for these, with such parameters and buffers: while it is captured, these are others."""
+        now = _held(self.module)
+        with self.state.reinstated(), fit_to_cache():
+            if all(one is other for one, other in zip(now.values(), held, strict=True)):
+                return self.run(tensors)
+            with _reparametrize_module(self.module, dict(zip(now, held, strict=True))):
+                return self.run(tensors)
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@contextmanager
+def fit_to_cache() -> Any:
+    """Without gradients, autocast keeps no cast of a weight: those that come later would take one without history."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(cached and torch.is_grad_enabled())
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+class ModuleInPieces:
+    """Calls of a module in pieces.
+
+    Args:
+        module: takes each row by itself.
+        dim: of its tensors, along which rows lie.
+        pieces: that a call has; as many as rows where these are fewer.
+    """
+
+    def __init__(self, module: nn.Module, dim: int, pieces: int) -> None:
+        self._module, self._dim, self._pieces = module, dim, pieces
+
+    def wrapped(self, forward: Forward) -> Forward:
+        """In the place of the module's forward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = tensors_in((args, kwargs))
+            size = next((t.shape[self._dim] for t in given if t.is_floating_point() and t.dim() > self._dim), 0)
+            if size < 2 or not torch.is_grad_enabled() or not self._module.training:
+                return forward(*args, **kwargs)
+            tree = without_tensors((args, kwargs))
+
+            def of(tensors: Sequence[Tensor]) -> Tensor:
+                given_args, given_kwargs = with_tensors(tree, list(tensors))
+                return forward(*given_args, **given_kwargs)
+
+            call = ModuleCall(
+                run=of,
+                module=self._module,
+                state=TorchState(given[0].device),
+                dim=self._dim,
+                size=size,
+                pieces=min(size, self._pieces),
+            )
+            return _InPieces.apply(call, len(given), *given, *_held(self._module).values())
+
+        return run
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: ModuleCall, count: int, *tensors: Tensor) -> Tensor:
+        ctx.call, ctx.count = call, count
+        ctx.save_for_backward(*tensors)
+        given, held = tensors[:count], tensors[count:]
+        made = [call.result([call.piece(t, *bounds) for t in given], held) for bounds in call.bounds()]
+        return torch.cat(made, call.dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        call, tensors = ctx.call, ctx.saved_tensors
+        given, held = tensors[: ctx.count], tensors[ctx.count :]
+        wanted = ctx.needs_input_grad[2:]
+        parts: list[list[Tensor]] = [[] for _ in tensors]
+        for bounds in call.bounds():
+            with torch.enable_grad():
+                pieces = [
+                    call.piece(t.detach(), *bounds).requires_grad_(wants)
+                    for t, wants in zip(given, wanted, strict=False)
+                ]
+                made = call.result(pieces, held)
+            taken = [each for each, wants in zip([*pieces, *held], wanted, strict=True) if wants]
+            with torch._C._DisableAutocast():
+                of_piece = torch.autograd.grad(made, taken, call.piece(gradient, *bounds), allow_unused=True)
+            del made
+            places = [k for k, wants in enumerate(wanted) if wants]
+            for place, each in zip(places, of_piece, strict=True):
+                if each is None:
+                    continue
+                if place < ctx.count and call.is_apart(given[place]):
+                    parts[place].append(each)
+                else:
+                    with annotate({ONE_SUM: True}):
+                        parts[place] = [each if not parts[place] else parts[place][0] + each]
+        made_gradients = [
+            None if not each else torch.cat(each, call.dim) if len(each) > 1 else each[0] for each in parts
+        ]
+        return None, None, *made_gradients

@@ -1,0 +1,130 @@
+"""Finds modules that keep much and take each row by itself, so that they may run in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiler.agreement import agreed
+from profiler.pieces.comparison import relative_difference
+from profiler.records import ModulePieces
+from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
+from profiler.trace.obstacles import why_not_recomputable
+from profiler.trace.step_record import Call, Trace
+from profiler.trace.step_trace import trace_step
+from profiler.workload.compiled_forwards import Forward
+from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.workload import Workload
+
+_COUNT = 8  # pieces; more would save little, and run smaller kernels
+_SHARE = 0.25  # of the most that a module keeps, from which one is taken apart
+_ROUNDING = 128  # times the rounding of one number, that results may differ by
+
+
+def divisible_modules(workload: Workload) -> tuple[ModulePieces, ...]:
+    """The modules that keep most within themselves, the outermost that can be taken apart along batch or tokens.
+
+    Runs two steps; the workload is left as it was.
+    """
+    randomness = RandomState.capture()
+    with preserved(workload):
+        trace = trace_step(workload)
+    likely = [k for k, call in enumerate(trace.calls) if _may_be_taken_apart(trace, call)]
+    checks = _Checks()
+    patches = ForwardPatches(counts=False)
+    try:
+        for k in likely:
+            call = trace.calls[k]
+            patches.wrap(call.module, lambda forward, n=call.name, m=call.module: checks.wrapped(forward, n, m))
+        with preserved(workload):
+            randomness.restore()
+            workload.step(until="optimizer" if workload.own is None else None)
+    finally:
+        patches.remove()
+    chosen = [k for k in likely if trace.calls[k].name in checks.dims]
+    outermost = [k for k in chosen if not any(above in chosen for above in trace.ancestors(k))]
+    kept = {k: _kept_bytes(trace, trace.calls[k]) for k in outermost}
+    most = max(kept.values(), default=0)
+    return agreed(
+        tuple(
+            ModulePieces(name=trace.calls[k].name, dim=checks.dims[trace.calls[k].name], count=_COUNT)
+            for k in outermost
+            if kept[k] >= _SHARE * most
+        )
+    )
+
+
+def _may_be_taken_apart(trace: Trace, call: Call) -> bool:
+    once = sum(other.module is call.module for other in trace.calls) == 1
+    quiet = not (call.draws_random or call.mutated_buffers or call.distributed or why_not_recomputable(call))
+    one_result = len(call.outputs) == 1 and "float" in call.outputs[0].dtype and len(call.outputs[0].shape) > 1
+    return call.parent >= 0 and once and quiet and one_result and _kept_bytes(trace, call) > 0
+
+
+def _kept_bytes(trace: Trace, call: Call) -> int:
+    """What it keeps for backward beside what it takes and gives."""
+    return trace.storages.total_bytes(
+        trace.saved(call.first_save, call.end_save) - call.input_storages - call.output_storages
+    )
+
+
+class _Checks:
+    """Holds what modules give in two pieces against what they give at once.
+
+    Attributes:
+        dims: by name of the module, the dimension along which it can be taken apart.
+    """
+
+    def __init__(self) -> None:
+        self.dims: dict[str, int] = {}
+
+    def wrapped(self, forward: Forward, name: str, module: nn.Module) -> Forward:
+        """In the place of a module's forward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if torch.is_grad_enabled() and isinstance(output, Tensor):
+                with torch.no_grad():
+                    for dim in _dims(output):
+                        if _is_same(output, _in_two(forward, args, kwargs, output, dim)):
+                            self.dims[name] = dim
+                            break
+            return output
+
+        return run
+
+
+def _dims(output: Tensor) -> Iterator[int]:
+    """Tokens first: there are more of them."""
+    yield from (dim for dim in (1, 0) if output.shape[dim] > 1 and (dim == 0 or output.dim() == 3))
+
+
+def _in_two(forward: Forward, args: Any, kwargs: Any, output: Tensor, dim: int) -> Tensor | None:
+    given, tree = tensors_in((args, kwargs)), without_tensors((args, kwargs))
+    size = output.shape[dim]
+    first = next((t for t in given if t.is_floating_point() and t.dim() > dim), None)
+    if first is None or first.shape[dim] != size:
+        return None
+    made = []
+    for begin, length in ((0, size // 3 + 1), (size // 3 + 1, size - size // 3 - 1)):
+        parts = [t.narrow(dim, begin, length) if t.dim() > dim and t.shape[dim] == size else t for t in given]
+        piece_args, piece_kwargs = with_tensors(tree, parts)
+        try:
+            piece = forward(*piece_args, **piece_kwargs)
+        except Exception:  # noqa: BLE001 - the user's code, which need not take other shapes
+            return None
+        if not isinstance(piece, Tensor):
+            return None
+        made.append(piece)
+    return torch.cat(made, dim)
+
+
+def _is_same(output: Tensor, apart: Tensor | None) -> bool:
+    if apart is None or apart.shape != output.shape or apart.dtype != output.dtype:
+        return False
+    eps = torch.finfo(output.dtype).eps
+    return relative_difference(apart, output) <= min(_ROUNDING * eps, eps**0.5)
