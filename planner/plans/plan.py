@@ -14,7 +14,7 @@ from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
-from profiler.records import LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes
+from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import RUNS, TRANSFERS, Action, Schedule
 from solvers.problem.chain_simulator import replay
@@ -262,7 +262,7 @@ def _in_pieces(pieces: PiecesRecord) -> list[str]:
 
 
 def _modules(pieces: PiecesRecord) -> list[str]:
-    names = [module.name for module in pieces.modules]
+    names = [module.name or WHOLE_MODEL for module in pieces.modules]
     return [names_in_short(names)] if names else []
 
 

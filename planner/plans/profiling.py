@@ -10,6 +10,7 @@ from pathlib import Path
 from planner.plans.call_programs import program_menu
 from planner.plans.cut_choice import with_best_cut
 from planner.plans.rules import Rule, Rules, rules_from
+from planner.plans.short_names import names_in_short
 from planner.plans.solving import Numerics, check_numerics
 from planner.plans.stated_plan import resolve_for
 from planner.units import parse_bytes
@@ -17,7 +18,7 @@ from profiler.measurement import profiling
 from profiler.measurement.measuring import Progress
 from profiler.pieces.comparison import NotInPieces, compared, in_pieces, of_head
 from profiler.progress import tell
-from profiler.records import PiecesRecord, Profile
+from profiler.records import WHOLE_MODEL, PiecesRecord, Profile
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns, runs_once
 from profiler.trace.divisible import divisible_modules
@@ -55,30 +56,33 @@ def profile(
         resolve_for(measured, stated)
     if stages is None and stated is None and not compiled and menus:
         measured = with_best_cut(measured, lambda: measure(stages="whole"))
-    if numerics != "rounding" or stated is not None:
+    if numerics != "rounding" or stated is not None or stages is not None or compiled:
         return measured
-    return _with_pieces(workload, measured, partial(measure, stages=stages))
+    return _with_pieces(workload, measured, measure)
 
 
-def _with_pieces(workload: Workload, measured: Profile, measure: Callable[[], Profile]) -> Profile:
+def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., Profile]) -> Profile:
     """The profile, with others in it of the same step in pieces: of its head, and of modules that keep much, too."""
     found: list[Profile] = []
 
-    def add(pieces: PiecesRecord, what: str) -> bool:
+    def add(pieces: PiecesRecord, what: str, measure: Callable[[], Profile] = measure) -> bool:
         try:
             pieces = compared(workload, pieces, frugal=measured.frugal)
         except NotInPieces as error:
-            tell("planner", f"{what} do not run in pieces: {error}")
+            tell("planner", f"not in pieces, {what}: {error}")
             return False
         with in_pieces(workload, pieces):
             found.append(replace(measure(), pieces=pieces, op_records=()))
         return True
 
-    any(add(of_head(workload, head), f"{head.name} and the loss") for head in measured.heads)
+    any(add(of_head(workload, head), head.name) for head in measured.heads)
     head = found[0].pieces if found and found[0].pieces else PiecesRecord()
-    modules = () if measured.frugal or is_compiled(workload.model) else divisible_modules(workload)
-    if modules := tuple(each for each in modules if each.name != head.head):
-        add(replace(head, modules=modules), f"{len(modules)} modules")
+    if not measured.frugal:  # Modules are found by steps that keep everything.
+        inside, whole = divisible_modules(workload)
+        if inside:
+            add(replace(head, modules=inside), names_in_short([each.name for each in inside]))
+        if whole:
+            add(PiecesRecord(modules=whole), WHOLE_MODEL, partial(measure, stages="whole"))
     return replace(measured, in_pieces=tuple(found))
 
 

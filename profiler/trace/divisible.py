@@ -25,10 +25,13 @@ _SHARE = 0.25  # of the most that a module keeps, from which one is taken apart
 _ROUNDING = 128  # times the rounding of one number, that results may differ by
 
 
-def divisible_modules(workload: Workload) -> tuple[ModulePieces, ...]:
-    """The modules that keep most within themselves, the outermost that can be taken apart along batch or tokens.
+def divisible_modules(workload: Workload) -> tuple[tuple[ModulePieces, ...], tuple[ModulePieces, ...]]:
+    """Modules that can be taken apart along batch or tokens: those inside the model that keep most, and the model.
 
     Runs two steps; the workload is left as it was.
+
+    Returns:
+        Modules inside that may run in pieces together; and the model, where its call may.
     """
     randomness = RandomState.capture()
     with preserved(workload):
@@ -46,23 +49,25 @@ def divisible_modules(workload: Workload) -> tuple[ModulePieces, ...]:
     finally:
         patches.remove()
     chosen = [k for k in likely if trace.calls[k].name in checks.dims]
-    outermost = [k for k in chosen if not any(above in chosen for above in trace.ancestors(k))]
+    inside = {k for k in chosen if trace.calls[k].parent >= 0}
+    outermost = [k for k in inside if inside.isdisjoint(trace.ancestors(k))]
     kept = {k: _kept_bytes(trace, trace.calls[k]) for k in outermost}
     most = max(kept.values(), default=0)
-    return agreed(
-        tuple(
-            ModulePieces(name=trace.calls[k].name, dim=checks.dims[trace.calls[k].name], count=_COUNT)
-            for k in outermost
-            if kept[k] >= _SHARE * most
-        )
-    )
+    large = [k for k in sorted(outermost) if kept[k] >= _SHARE * most]
+    whole = [k for k in chosen if k not in inside]
+
+    def pieces(k: int) -> ModulePieces:
+        name = trace.calls[k].name
+        return ModulePieces(name=name, dim=checks.dims[name], count=_COUNT)
+
+    return agreed((tuple(map(pieces, large)), tuple(map(pieces, whole))))
 
 
 def _may_be_taken_apart(trace: Trace, call: Call) -> bool:
     once = sum(other.module is call.module for other in trace.calls) == 1
     quiet = not (call.draws_random or call.mutated_buffers or call.distributed or why_not_recomputable(call))
     one_result = len(call.outputs) == 1 and "float" in call.outputs[0].dtype and len(call.outputs[0].shape) > 1
-    return call.parent >= 0 and once and quiet and one_result and _kept_bytes(trace, call) > 0
+    return once and quiet and one_result and _kept_bytes(trace, call) > 0
 
 
 def _kept_bytes(trace: Trace, call: Call) -> int:
