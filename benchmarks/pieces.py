@@ -1,4 +1,4 @@
-"""Plans in pieces: smallest budgets with and without, peaks, and how far gradients are from those in double precision."""
+"""Plans in pieces: smallest budgets with and without, peaks, and gradients against those in double precision."""
 
 from __future__ import annotations
 
