@@ -78,7 +78,7 @@ def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., P
     any(add(of_head(workload, head), head.name) for head in measured.heads)
     head = found[0].pieces if found and found[0].pieces else PiecesRecord()
     if not measured.frugal:  # Modules are found by steps that keep everything.
-        inside, whole = divisible_modules(workload)
+        inside, whole = divisible_modules(workload, head.head)
         if inside:
             add(replace(head, modules=inside), names_in_short([each.name for each in inside]))
         if whole:

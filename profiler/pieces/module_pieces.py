@@ -97,7 +97,7 @@ class ModuleInPieces:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = tensors_in((args, kwargs))
-            size = next((t.shape[self._dim] for t in given if t.is_floating_point() and t.dim() > self._dim), 0)
+            size = next((t.shape[self._dim] for t in given if t.is_floating_point() and t.dim() > self._dim + 1), 0)
             if size < 2 or not torch.is_grad_enabled() or not self._module.training:
                 return forward(*args, **kwargs)
             tree = without_tensors((args, kwargs))

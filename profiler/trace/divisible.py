@@ -25,10 +25,15 @@ _SHARE = 0.25  # of the most that a module keeps, from which one is taken apart
 _ROUNDING = 128  # times the rounding of one number, that results may differ by
 
 
-def divisible_modules(workload: Workload) -> tuple[tuple[ModulePieces, ...], tuple[ModulePieces, ...]]:
+def divisible_modules(workload: Workload, head: str = "") -> tuple[tuple[ModulePieces, ...], tuple[ModulePieces, ...]]:
     """Modules that can be taken apart along batch or tokens: those inside the model that keep most, and the model.
 
     Runs two steps; the workload is left as it was.
+
+    Args:
+        workload: the training step.
+        head: name of a module that runs in pieces with its loss; empty for none. What it is a part of stays whole, but
+            for the model.
 
     Returns:
         Modules inside that may run in pieces together; and the model, where its call may.
@@ -49,7 +54,9 @@ def divisible_modules(workload: Workload) -> tuple[tuple[ModulePieces, ...], tup
     finally:
         patches.remove()
     chosen = [k for k in likely if trace.calls[k].name in checks.dims]
-    inside = {k for k in chosen if trace.calls[k].parent >= 0}
+    of_head = {k for k, call in enumerate(trace.calls) if head and call.name == head}
+    around = of_head.union(*(trace.ancestors(k) for k in of_head))
+    inside = {k for k in chosen if trace.calls[k].parent >= 0 and k not in around}
     outermost = [k for k in inside if inside.isdisjoint(trace.ancestors(k))]
     kept = {k: _kept_bytes(trace, trace.calls[k]) for k in outermost}
     most = max(kept.values(), default=0)
