@@ -149,7 +149,8 @@ def t5() -> Workload:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes: dict[str, Any] = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 32, "d_ff": 4 * WIDTH, "num_heads": 4}
-    config = T5Config(**sizes, num_layers=2, dropout_rate=0.0, decoder_start_token_id=0)
+    config = T5Config(**sizes, num_layers=2, dropout_rate=0.0)
+    config.decoder_start_token_id = 0
     return _of_transformers(T5ForConditionalGeneration(config))
 
 

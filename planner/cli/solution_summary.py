@@ -11,7 +11,7 @@ import msgspec
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan import Plan, StageDecision
 from profiler.json_files import from_plain, to_plain
-from profiler.records import LeftOutRecord
+from profiler.records import LeftOutRecord, PiecesRecord
 from profiler.target_record import TargetRecord
 from solvers import Replay, Schedule, Solution
 from solvers.problem.graph_schedule import GraphSchedule
@@ -86,6 +86,7 @@ class SolutionSummary:
     restricted: bool | None = None
     unsteady: tuple[str, ...] | None = None
     other_bits: tuple[str, ...] | None = None
+    pieces: PiecesRecord | None = None
     left_out: tuple[LeftOutRecord, ...] | None = None
     frugal: bool | None = None
     stages: tuple[StageSummary, ...]

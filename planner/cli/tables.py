@@ -13,9 +13,10 @@ from planner.cli.solution_summary import SolutionSummary, StageSummary
 from planner.explain.stage_rows import note_on_rows, path_of, rows_of_stages
 from planner.explain.tables import PlainTable, facts, losses_in_short, plain_table
 from planner.plans.left_out import blocks_in_words
+from planner.plans.plan import pieces_in_words
 from planner.plans.short_names import names_in_short
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
-from profiler.records import LeftOutRecord, OpRecord, Profile, StageRecord
+from profiler.records import LeftOutRecord, OpRecord, PiecesRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
     from planner.training.training import TrainingRun
@@ -113,6 +114,7 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
         ),
         *_unsteady(summary.unsteady or ()),
         *_other_bits(summary.other_bits or ()),
+        *_pieces(summary.pieces),
         ("budget", f"{exact_bytes(budget_bytes)}: {format_bytes(budget_bytes - peak_bytes)} to spare"),
         *_headroom(summary),
         ("predicted time", _times(summary)),
@@ -130,6 +132,11 @@ def _other_bits(names: Sequence[str]) -> list[tuple[str, str]]:
         return []
     said = "rounded as torch.compile would, not as without the plan"
     return [("numbers", f"{said}, in {counted(len(names), 'stage')}: {names_in_short(names)}")]
+
+
+def _pieces(pieces: PiecesRecord | None) -> list[tuple[str, str]]:
+    lines = [] if pieces is None else pieces_in_words(pieces)
+    return [("" if number else "in pieces", line) for number, line in enumerate(lines)]
 
 
 def _unsteady(lines: Sequence[str]) -> list[tuple[str, str]]:

@@ -129,7 +129,7 @@ class Plan(PlanClaims):
 
     def _what_is_done(self) -> list[str]:
         done = self._by_decision()
-        pieces = [] if self.pieces is None else in_words(self.pieces)
+        pieces = [] if self.pieces is None else pieces_in_words(self.pieces)
         # With zero-argument super a dataclass with slots would ask the class before it had them.
         return [
             *PlanClaims._what_is_done(self),
@@ -241,7 +241,7 @@ class Plan(PlanClaims):
         return plan
 
 
-def in_words(pieces: PiecesRecord) -> list[str]:
+def pieces_in_words(pieces: PiecesRecord) -> list[str]:
     """What runs in pieces, and what that means for the numbers, a line each."""
     of_head = (
         f"{pieces.head} and the loss: {counted(pieces.count, 'piece')} of at most {pieces.rows_at_once:,} rows, each "

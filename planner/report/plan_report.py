@@ -10,7 +10,7 @@ from planner.explain.peak import Peak, predicted_moments
 from planner.explain.peak_report import PeakRow, peak_rows, peak_title
 from planner.explain.tables import losses_in_short
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of
-from planner.plans.plan import Plan, chain_in
+from planner.plans.plan import Plan, chain_in, pieces_in_words
 from planner.report.alive_history import AliveHistory, history_of
 from planner.report.decisions import DecisionRow, OpTable, decision_rows, op_tables
 from planner.report.levers import LeverRow, lever_rows
@@ -214,6 +214,7 @@ def facts_of(plan: Plan, measured: MeasuredRun | None) -> list[tuple[str, str]]:
         *(_measured_facts(measured) if measured is not None else []),
         ("How good", f"{plan.solver}: {good}"),
         ("Model", f"{plan.model_class}, {plan.precision} on {plan.device}, inputs {size}"),
+        *(("In pieces", line) for line in (pieces_in_words(plan.pieces) if plan.pieces else ())),
         *(("Stated by hand", line) for line in plan.stated),
     ]
 

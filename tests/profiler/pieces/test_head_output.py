@@ -212,6 +212,7 @@ def test_a_second_backward_of_one_loss_adds_the_same_again():
     head, rows = nn.Linear(8, 9), torch.randn(16, 8, requires_grad=True)
     value = F.cross_entropy(HeadInPieces(head, 4).wrapped(head.forward)(rows), torch.arange(16) % 9)
     (value * 3).backward(retain_graph=True)
+    assert rows.grad is not None
     once = rows.grad.clone()
     (value * 3).backward()
     torch.testing.assert_close(rows.grad, 2 * once)
