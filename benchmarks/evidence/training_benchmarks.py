@@ -92,6 +92,20 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="pieces",
+            module="benchmarks.pieces",
+            full="",
+            quick="--models gpt",
+            minutes=15,
+            tables=(
+                Table(
+                    name="pieces",
+                    what="heads of 16,000 words, a long sequence and a U-Net in pieces, at three budgets each",
+                    says=says.pieces,
+                ),
+            ),
+        ),
+        Benchmark(
             name="planning",
             module="benchmarks.planning",
             full="",

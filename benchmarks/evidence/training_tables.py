@@ -33,6 +33,19 @@ def host_cost(frame: Frame) -> str:
     return f"times the plain step: {others}"
 
 
+def pieces(frame: Frame) -> str:
+    """Peaks, smallest budgets and gradients of steps in pieces."""
+    exact = int((frame.measured_minus_predicted_bytes == 0).sum())
+    above = int((frame.above_budget_bytes > 0).sum())
+    smaller = (frame.smallest_mib - frame.states_mib) / (frame.smallest_in_pieces_mib - frame.states_mib)
+    worst = (frame.gradient_error / frame.plain_gradient_error).max()
+    return (
+        f"{of(exact, len(frame))} peaks to the byte, {above} above the budget; smallest budgets beyond the states are "
+        f"{span(smaller)} times smaller; gradients are at most {worst:.2f} times as far from double precision as the "
+        "plain step's"
+    )
+
+
 def planning(frame: Frame) -> str:
     """How long profiling and solving take."""
     return "; ".join(

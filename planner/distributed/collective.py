@@ -67,8 +67,9 @@ def profile(
             (``Profile.frugal``). Without one, profiling does so by itself where a plain step runs out of memory, but
             not on several ranks: there a step that runs out on one breaks off on all.
         progress: called as ``progress(what, done, total)`` before each run.
-        numerics: ``"rounding"`` also measures the step with its head and loss in pieces, where the head's output is
-            large: plans that need less, with sums of another order (``Profile.in_pieces``); as many steps again.
+        numerics: ``"rounding"`` also measures the step in pieces: its head with the loss, where the head's output is
+            large, and modules that keep much (``Profile.in_pieces``): plans that need less, with sums of another order.
+            It takes two to four times as many steps.
 
     Returns:
         The profile: bytes as exact integers, seconds as medians.
@@ -100,6 +101,8 @@ def profile(
 
 def _profiled(workload: Workload, settings: dict[str, Any]) -> Profile:
     ranks, schedule = current_ranks(), schedule_of(workload)
+    if schedule is not None and settings["numerics"] != "eager":
+        raise ValueError(f"numerics: expected 'eager' in a pipeline, got {settings['numerics']!r}; leave it out")
     if ranks is None:
         if schedule is not None:
             return profile_pipeline_stage(workload, schedule, **settings)

@@ -53,7 +53,7 @@ def _may_be_better_whole(profile: Profile) -> bool:
 
 def _is_better(whole: Profile, parts: Profile) -> bool:
     """Whether plans of the whole model are faster, and fit in every budget that those of its parts fit in."""
-    least, least_whole = _least_bytes(parts), _least_bytes(whole)
+    least, least_whole = least_budget_bytes(parts), least_budget_bytes(whole)
     if least_whole > least or all(menu.graph is None for menu in whole.menus):
         return False
     span = parts.unplanned_peak_bytes - least
@@ -63,7 +63,8 @@ def _is_better(whole: Profile, parts: Profile) -> bool:
     return sum(_slowdown(whole, each) for each in budgets) < sum(_slowdown(parts, each) for each in budgets)
 
 
-def _least_bytes(profile: Profile) -> int:
+def least_budget_bytes(profile: Profile) -> int:
+    """The smallest budget of any plan of a profile."""
     return shortage(chain_of(profile)).minimum_budget_bytes
 
 

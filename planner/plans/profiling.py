@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from planner.plans.call_programs import program_menu
-from planner.plans.cut_choice import with_best_cut
+from planner.plans.cut_choice import least_budget_bytes, with_best_cut
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.short_names import names_in_short
 from planner.plans.solving import Numerics, check_numerics
 from planner.plans.stated_plan import resolve_for
 from planner.units import parse_bytes
+from profiler.agreement import agreed
 from profiler.measurement import profiling
 from profiler.measurement.measuring import Progress
 from profiler.pieces.comparison import NotInPieces, compared, in_pieces, of_head
@@ -24,6 +25,7 @@ from profiler.step_replay import StepRuns, runs_once
 from profiler.trace.divisible import divisible_modules
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import is_compiled
+from profiler.workload.sharded_units import states_in
 from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
 
@@ -56,7 +58,7 @@ def profile(
         resolve_for(measured, stated)
     if stages is None and stated is None and not compiled and menus:
         measured = with_best_cut(measured, lambda: measure(stages="whole"))
-    if numerics != "rounding" or stated is not None or stages is not None or compiled:
+    if numerics != "rounding" or stated is not None or stages is not None or compiled or states_in(workload.model):
         return measured
     return _with_pieces(workload, measured, measure)
 
@@ -65,22 +67,27 @@ def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., P
     """The profile, with others in it of the same step in pieces: of its head, and of modules that keep much, too."""
     found: list[Profile] = []
 
-    def add(pieces: PiecesRecord, what: str, measure: Callable[[], Profile] = measure) -> bool:
+    def add(pieces: PiecesRecord, what: str, measure: Callable[[], Profile] = measure) -> None:
         try:
             pieces = compared(workload, pieces, frugal=measured.frugal)
         except NotInPieces as error:
-            tell("planner", f"not in pieces, {what}: {error}")
-            return False
+            return tell("planner", f"not in pieces, {what}: {error}")
         with in_pieces(workload, pieces):
-            found.append(replace(measure(), pieces=pieces, op_records=()))
-        return True
+            apart = replace(measure(), pieces=pieces, op_records=())
+        least_bytes = min(map(least_budget_bytes, (measured, *found)))
+        # A head in pieces may be faster, too; modules run twice.
+        if (pieces.head and not pieces.modules) or agreed(least_budget_bytes(apart) < least_bytes):
+            found.append(apart)
+        return None
 
-    any(add(of_head(workload, head), head.name) for head in measured.heads)
-    head = found[0].pieces if found and found[0].pieces else PiecesRecord()
+    for head in measured.heads:
+        if not found:
+            add(of_head(workload, head), head.name)
+    of_loss = found[0].pieces if found and found[0].pieces else PiecesRecord()
     if not measured.frugal:  # Modules are found by steps that keep everything.
-        inside, whole = divisible_modules(workload, head.head)
+        inside, whole = divisible_modules(workload, of_loss.head)
         if inside:
-            add(replace(head, modules=inside), names_in_short([each.name for each in inside]))
+            add(replace(of_loss, modules=inside), names_in_short([each.name for each in inside]))
         if whole:
             add(PiecesRecord(modules=whole), WHOLE_MODEL, partial(measure, stages="whole"))
     return replace(measured, in_pieces=tuple(found))

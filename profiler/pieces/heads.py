@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import profiler.pieces.row_functions  # noqa: F401 - it says what becomes of the output
 from profiler.pieces.head_output import HeadCall, HeadOutput, LossScale
 from profiler.recomputation.torch_state import TorchState
+from profiler.tensors.local_tensors import any_distributed
 from profiler.workload.compiled_forwards import Forward
 
 _ROWS = {"cpu": 128}  # fewer would not fill the cores
@@ -58,7 +59,7 @@ class HeadInPieces:
         (rows,) = args
         if type(rows) is not Tensor or not rows.is_floating_point() or rows.dim() < 2:
             return False
-        if rows.shape[:-1].numel() <= self._rows_at_once:
+        if rows.shape[:-1].numel() <= self._rows_at_once or any_distributed(map(type, self._head.parameters())):
             return False
         return rows.requires_grad or any(p.requires_grad for p in self._head.parameters())
 
