@@ -203,7 +203,7 @@ def _incompatible(parts: Sequence[Any], text: str) -> IncompatibleProfiles:
 
 
 def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
-    """The profiles, each with the menus and the options that all of them have; without records of single ops."""
+    """The profiles, each with the menus and the options that all of them have; without records of single ops and of pieces."""
     numbers: dict[tuple[int, ...], int] = {}
     menus: list[list[MenuRecord]] = [[] for _ in profiles]
     of_stage: list[int] = []
@@ -224,6 +224,8 @@ def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
             menus=tuple(menus_of_profile),
             op_records=(),
             step_seconds=(),
+            heads=(),
+            in_pieces=(),
         )
         for profile, menus_of_profile in zip(profiles, menus, strict=True)
     ]

@@ -22,7 +22,7 @@ ONE_SUM = "planner_one_sum"  # in what tracing notes of an op: it adds up what u
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleCall:
+class CallInPieces:
     """A call of a module, whose tensors are taken apart along one dimension.
 
     Attributes:
@@ -106,7 +106,7 @@ class ModuleInPieces:
                 given_args, given_kwargs = with_tensors(tree, list(tensors))
                 return forward(*given_args, **given_kwargs)
 
-            call = ModuleCall(
+            call = CallInPieces(
                 run=of,
                 module=self._module,
                 state=TorchState(given[0].device),
@@ -121,7 +121,7 @@ class ModuleInPieces:
 
 class _InPieces(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: ModuleCall, count: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: CallInPieces, count: int, *tensors: Tensor) -> Tensor:
         ctx.call, ctx.count = call, count
         ctx.save_for_backward(*tensors)
         given, held = tensors[:count], tensors[count:]

@@ -123,7 +123,7 @@ def test_stages_that_would_round_otherwise_are_planned_op_by_op_where_that_is_al
     work = workload()
     with planner.apply(work.model, planner.Plan.from_document(compiled.to_document(), "here")):
         assert planner.measure(work, repeats=1).peak_bytes == compiled.predicted_peak_bytes
-    with pytest.raises(ValueError, match="numerics: expected one of eager, compiled, got 'float'"):
+    with pytest.raises(ValueError, match="numerics: expected one of eager, compiled, rounding, got 'float'"):
         planner.solve(profile, budget, numerics="float")  # type: ignore[arg-type]
 
 
