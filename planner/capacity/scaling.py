@@ -203,7 +203,7 @@ def _incompatible(parts: Sequence[Any], text: str) -> IncompatibleProfiles:
 
 
 def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
-    """The profiles, each with the menus and the options that all of them have; without records of single ops and of pieces."""
+    """The profiles, each with the menus and the options that all of them have; without single ops and pieces."""
     numbers: dict[tuple[int, ...], int] = {}
     menus: list[list[MenuRecord]] = [[] for _ in profiles]
     of_stage: list[int] = []

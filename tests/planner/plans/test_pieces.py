@@ -94,7 +94,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "tied"), STEPS, ids=lambda value: getattr(value, "__name__", "tied" * value))
+@pytest.mark.parametrize(("make", "tied"), STEPS, ids=[f"{make.__name__}{tied * ', tied'}" for make, tied in STEPS])
 def test_a_plan_in_pieces_takes_what_it_says_and_has_the_gradients_of_the_step(make, tied):
     torch.manual_seed(0)
     model = Language(tied=tied)
