@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from profiler.pieces.module_pieces import fit_to_cache
 from profiler.recomputation.torch_state import TorchState
 
 Step = Callable[[Tensor], Tensor]
+Inside = AbstractContextManager[Any]
 
 
 class LossScale:
@@ -59,9 +61,9 @@ class HeadCall:
     scale: LossScale
     steps: tuple[Step, ...] = ()
 
-    def outputs(self, rows: Tensor) -> Tensor:
-        """What the head gives for these rows, after the steps."""
-        with self.state.reinstated(), fit_to_cache():
+    def outputs(self, rows: Tensor, inside: Inside | None = None) -> Tensor:
+        """What the head gives for these rows, run inside a context, after the steps."""
+        with self.state.reinstated(), fit_to_cache(), inside or nullcontext():
             made = self.forward(rows)
         for step in self.steps:
             made = step(made)
@@ -191,7 +193,7 @@ class _Head(torch.autograd.Function):
         flat = rows.reshape(-1, rows.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         sums = GradientSums(flat[0], parameters, [ctx.needs_input_grad[1], *ctx.needs_input_grad[4:]])
         for piece in ctx.call.pieces(len(flat[0])):
-            sums.add(piece, lambda given: ctx.call.outputs(given), flat[1][piece])
+            sums.add(piece, ctx.call.outputs, flat[1][piece])
         of_rows, *of_parameters = sums.gradients
         return None, None if of_rows is None else of_rows.view_as(rows), None, None, *of_parameters
 
@@ -215,19 +217,19 @@ class GradientSums:
             for each, wants in zip([rows, *parameters], wanted, strict=True)
         ]
 
-    def add(self, piece: slice, run: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    def add(self, piece: slice, run: Callable[[Tensor, Inside], Tensor], gradient: Tensor) -> Tensor:
         """Run some rows forward and backward; what they give, without history.
 
         Args:
             piece: which rows.
-            run: gives the result for these rows.
+            run: gives the result for these rows; runs the head inside a context.
             gradient: of the result.
         """
         of_rows, *of_parameters = self.gradients
         sums = {id(p): into for p, into in zip(self._parameters, of_parameters, strict=True) if into is not None}
-        with torch.enable_grad(), _Linears(sums):
+        with torch.enable_grad():
             rows = self._rows[piece].detach().requires_grad_(of_rows is not None)
-            result = run(rows)
+            result = run(rows, _Linears(sums))
         inputs = [*([rows] if of_rows is not None else []), *(p for p in self._parameters if id(p) in sums)]
         # A loop goes backward outside of autocast.
         with torch._C._DisableAutocast():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
-from profiler.pieces.head_output import GradientSums, HeadCall, HeadOutput
+from profiler.pieces.head_output import GradientSums, HeadCall, HeadOutput, Inside
 
 
 def loss_in_pieces(
@@ -77,10 +77,10 @@ class RowLoss:
     function: Callable[[Tensor, Tensor, str], Tensor]
     reduction: str
 
-    def of(self, rows: Tensor, piece: slice) -> Tensor:
-        """The sum over some rows, or the loss of each."""
+    def of(self, rows: Tensor, piece: slice, inside: Inside | None = None) -> Tensor:
+        """The sum over some rows, or the loss of each; the head runs inside a context."""
         return self.function(
-            self.call.outputs(rows), self.targets[piece], "none" if self.reduction == "none" else "sum"
+            self.call.outputs(rows, inside), self.targets[piece], "none" if self.reduction == "none" else "sum"
         )
 
 
@@ -98,7 +98,9 @@ class _LossInPieces(torch.autograd.Function):
         parts = []
         for piece in loss.call.pieces(len(rows)):
             if any(wanted):
-                parts.append(sums.add(piece, lambda given, piece=piece: loss.of(given, piece), gradient))
+                parts.append(
+                    sums.add(piece, lambda given, inside, piece=piece: loss.of(given, piece, inside), gradient)
+                )
             else:
                 parts.append(loss.of(rows[piece], piece))
         ctx.wanted = [each is not None for each in sums.gradients]
@@ -116,7 +118,7 @@ class _LossInPieces(torch.autograd.Function):
             rows, *parameters = ctx.saved_tensors
             sums = GradientSums(rows, parameters, [*ctx.needs_input_grad[2:]])
             for piece in ctx.loss.call.pieces(len(rows)):
-                sums.add(piece, lambda given, piece=piece: ctx.loss.of(given, piece), gradient[piece])
+                sums.add(piece, lambda given, inside, piece=piece: ctx.loss.of(given, piece, inside), gradient[piece])
             return None, None, *sums.gradients
         saved = iter(ctx.saved_tensors)
         made = [next(saved) if wanted else None for wanted in ctx.wanted]

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.pieces.head_output import HeadOutput
 from profiler.pieces.heads import HeadInPieces
@@ -178,6 +179,23 @@ def test_no_more_than_one_piece_is_there_at_once():
     assert logits.untyped_storage().nbytes() == 0
     F.cross_entropy(logits, torch.zeros(1024, dtype=torch.long)).backward()
     assert sizes == [1, *[128] * 8]  # one row for the type of the output
+
+
+def test_no_gradient_of_the_size_of_a_weight_is_made_for_each_piece():
+    head, rows = nn.Linear(64, 500), torch.randn(1024, 64, requires_grad=True)
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.shape == head.weight.shape and "addmm_" not in str(func):
+                made.append(str(func))
+            return result
+
+    value = HeadInPieces(head, 128).wrapped(head.forward)(rows)
+    with Sizes():
+        F.cross_entropy(value, torch.zeros(1024, dtype=torch.long))
+    assert made == ["aten.zeros_like.default"]
 
 
 def test_a_change_in_place_is_refused_in_words():

@@ -58,6 +58,12 @@ def test_a_module_in_pieces_has_the_result_and_gradients_of_the_module_at_once(k
             torch.testing.assert_close(one, other)
 
 
+def test_features_are_never_taken_apart():
+    module = nn.Linear(8, 8)
+    rows = torch.randn(16, 8)
+    assert torch.equal(ModuleInPieces(module, 1, 4).wrapped(module.forward)(rows), module(rows))
+
+
 def test_nothing_is_kept_but_what_it_is_given():
     module, sizes = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), []
     run = ModuleInPieces(module, 0, 4).wrapped(module.forward)
