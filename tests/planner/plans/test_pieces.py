@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from tests.support.nightly import by_day
 
 WORDS, WIDTH, TOKENS = 3000, 32, 96
 
@@ -94,8 +95,12 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "tied"), STEPS, ids=[f"{make.__name__}{tied * ', tied'}" for make, tied in STEPS])
-def test_a_plan_in_pieces_takes_what_it_says_and_has_the_gradients_of_the_step(make, tied):
+BY_DAY = [(workload, False), (with_loss_inside, True), (scaled, True)]
+
+
+@pytest.mark.parametrize("case", by_day(STEPS, BY_DAY), ids=lambda case: case[0].__name__)
+def test_a_plan_in_pieces_takes_what_it_says_and_has_the_gradients_of_the_step(case):
+    make, tied = case
     torch.manual_seed(0)
     model = Language(tied=tied)
     step = make(model)
