@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from profiler.agreement import agreed
 from profiler.pieces.comparison import relative_difference
@@ -47,7 +47,7 @@ def divisible_modules(workload: Workload, head: str = "") -> tuple[tuple[ModuleP
     try:
         for k in likely:
             call = trace.calls[k]
-            patches.wrap(call.module, lambda forward, n=call.name, m=call.module: checks.wrapped(forward, n, m))
+            patches.wrap(call.module, lambda forward, n=call.name: checks.wrapped(forward, n))
         with preserved(workload):
             randomness.restore()
             workload.step(until="optimizer" if workload.own is None else None)
@@ -61,7 +61,7 @@ def divisible_modules(workload: Workload, head: str = "") -> tuple[tuple[ModuleP
     kept = {k: _kept_bytes(trace, trace.calls[k]) for k in outermost}
     most = max(kept.values(), default=0)
     large = [k for k in sorted(outermost) if kept[k] >= _SHARE * most]
-    whole = [k for k in chosen if k not in inside]
+    whole = [k for k in chosen if trace.calls[k].parent < 0]
 
     def pieces(k: int) -> ModulePieces:
         name = trace.calls[k].name
@@ -94,7 +94,7 @@ class _Checks:
     def __init__(self) -> None:
         self.dims: dict[str, int] = {}
 
-    def wrapped(self, forward: Forward, name: str, module: nn.Module) -> Forward:
+    def wrapped(self, forward: Forward, name: str) -> Forward:
         """In the place of a module's forward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:

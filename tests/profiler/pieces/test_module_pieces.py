@@ -115,3 +115,16 @@ def test_a_model_whose_batch_can_be_taken_apart_is_found_as_a_whole():
     inside, whole = divisible_modules(workload)
     assert whole == (ModulePieces(name="", dim=0, count=8),)
     assert all(each.dim == 0 for each in inside)
+
+
+def test_what_a_head_is_a_part_of_is_not_taken_apart():
+    class Inner(nn.Sequential):
+        pass
+
+    inner = Inner(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.Linear(8, 32))
+    model = nn.Sequential(inner, nn.Dropout(0.5))
+    workload = Workload(model=model, inputs=torch.randn(4, 16, 8), loss=lambda output: output.square().mean())
+    assert divisible_modules(workload)[0] == (ModulePieces(name="0", dim=1, count=8),)
+    inside, whole = divisible_modules(workload, head="0.3")
+    assert "0" not in [each.name for each in inside]
+    assert whole == ()
