@@ -14,18 +14,12 @@ from torch import Tensor
 import planner
 from benchmarks.pieces_models import MODELS
 from benchmarks.reporting import MIB, RESULTS, write_rows
-from planner.plans.cost_model import chain_of
+from planner.plans.solving import least_budget_bytes
 from profiler.state_bytes import states_bytes
 from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.workload import Workload
-from solvers.chain.minimum_memory import shortage
 
 _PARTS = (0.0, 0.5, 1.0)  # of the way from the smallest budget in pieces up to the smallest without
-
-
-def smallest_budget(profile: planner.Profile) -> int:
-    """Of all plans of a profile, in bytes."""
-    return shortage(chain_of(profile)).minimum_budget_bytes
 
 
 def gradients(workload: Workload) -> list[Tensor]:
@@ -56,8 +50,8 @@ def rows_of(names: list[str]) -> Iterator[dict[str, Any]]:
         workload = MODELS[name]()
         exact, plain = in_double(workload), gradients(workload)
         profile = planner.profile(workload, numerics="rounding")
-        least = min(map(smallest_budget, profile.in_pieces))
-        without = smallest_budget(profile)
+        least = min(map(least_budget_bytes, profile.in_pieces))
+        without = least_budget_bytes(profile)
         for part in _PARTS:
             budget = least + int(part * (without - least))
             plan = planner.solve(profile, budget, numerics="rounding")

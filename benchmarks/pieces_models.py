@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -176,21 +175,3 @@ MODELS: dict[str, Callable[[], Workload]] = {
     "long sequence": long_mlp,
     "U-Net": unet,
 }
-
-
-@contextmanager
-def chunked_loss(head: nn.Linear, chunks: int) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """The hand-written way: head and loss of each chunk under ``torch.utils.checkpoint``."""
-    from torch.utils.checkpoint import checkpoint
-
-    def part(rows: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(rows, head.weight), labels, reduction="sum")
-
-    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-        rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        total = rows.new_zeros(())
-        for some, wanted in zip(rows.chunk(chunks), flat.chunk(chunks), strict=True):
-            total = total + checkpoint(part, some, wanted, use_reentrant=False)  # type: ignore[operator]
-        return total / len(flat)
-
-    yield loss

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.plans.cost_model import chain_of
 from planner.plans.refusals import NoPlan
-from planner.plans.solving import solve
+from planner.plans.solving import least_budget_bytes, solve
 from profiler.agreement import agreed
 from profiler.records import Profile
-from solvers.chain.minimum_memory import shortage
 
 _MOST_OPS = 600  # of a forward: the programs of more ops at once take minutes to find
 _FEW_OPS = 300  # a chain of stages with at most this many is tried as one stage, too, as the search is quick
@@ -61,11 +59,6 @@ def _is_better(whole: Profile, parts: Profile) -> bool:
         return least_whole < least
     budgets = [least + int(part * span) for part in _BUDGETS]
     return sum(_slowdown(whole, each) for each in budgets) < sum(_slowdown(parts, each) for each in budgets)
-
-
-def least_budget_bytes(profile: Profile) -> int:
-    """The smallest budget of any plan of a profile."""
-    return shortage(chain_of(profile)).minimum_budget_bytes
 
 
 def _slowdown(profile: Profile, budget_bytes: int) -> float:

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from planner.plans.call_programs import program_menu
-from planner.plans.cut_choice import least_budget_bytes, with_best_cut
+from planner.plans.cut_choice import with_best_cut
 from planner.plans.rules import Rule, Rules, rules_from
 from planner.plans.short_names import names_in_short
-from planner.plans.solving import Numerics, check_numerics
+from planner.plans.solving import Numerics, check_numerics, least_budget_bytes
 from planner.plans.stated_plan import resolve_for
 from planner.units import parse_bytes
 from profiler.agreement import agreed

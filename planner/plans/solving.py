@@ -132,6 +132,11 @@ def _solved(
     return plan_with_headroom(budget_bytes, headroom, plan_within)
 
 
+def least_budget_bytes(profile: Profile) -> int:
+    """The smallest budget of any plan of a profile."""
+    return shortage(chain_of(profile)).minimum_budget_bytes
+
+
 def check_numerics(numerics: str) -> None:
     """Refuse what is no kind of numerics; raises ValueError."""
     if numerics not in get_args(Numerics):
@@ -189,7 +194,7 @@ def _pieces_named(refusal: NoPlan, profile: Profile) -> NoPlan:
             "returns are then made in pieces)"
         )
         return replace(refusal, remedy=f"{refusal.remedy}; or {hint}")
-    least_bytes = min(shortage(chain_of(each)).minimum_budget_bytes for each in profile.in_pieces)
+    least_bytes = min(map(least_budget_bytes, profile.in_pieces))
     if least_bytes >= refusal.minimum_budget_bytes:
         return refusal
     pieces = f"in pieces (numerics='rounding') {least_bytes} bytes ({format_bytes(least_bytes)}) are enough"

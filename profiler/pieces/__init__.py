@@ -1,1 +1,1 @@
-"""A head and its loss, a few rows at a time, where the head's whole output would be the largest tensor of a step."""
+"""Parts of a step that run a few rows at a time: a head together with its loss, and modules by themselves."""

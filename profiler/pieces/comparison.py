@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.agreement import agreed, any_rank, largest
+from profiler.pieces.head_output import ChangedInPlace
 from profiler.pieces.heads import HeadInPieces, rows_at_once
 from profiler.pieces.module_pieces import ModuleInPieces
 from profiler.records import HeadRecord, PiecesRecord
@@ -112,9 +113,10 @@ def _in_pieces(workload: Workload, randomness: RandomState, pieces: PiecesRecord
         try:
             step = _step(workload, randomness)
         except Exception as error:  # The user's code runs here.
-            if said := next((str(cause) for cause in causes_of(error) if "in pieces" in str(cause)), ""):
-                raise NotInPieces(said) from error
-            raise
+            changed = next((cause for cause in causes_of(error) if isinstance(cause, ChangedInPlace)), None)
+            if changed is None:
+                raise
+            raise NotInPieces(str(changed)) from error
     if head is not None and any_rank(head.made_whole > 0):
         raise NotInPieces(f"something but its loss needs all of what {pieces.head!r} returns")
     if head is not None and any_rank(not head.waited):

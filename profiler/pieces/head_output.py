@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +13,15 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from profiler.pieces.module_pieces import fit_to_cache
+from profiler.pieces.module_pieces import fit_to_cache, slices
 from profiler.recomputation.torch_state import TorchState
 
 Step = Callable[[Tensor], Tensor]
 Inside = AbstractContextManager[Any]
+
+
+class ChangedInPlace(RuntimeError):
+    """The output of a head was to be changed in place while it waits for its loss."""
 
 
 class LossScale:
@@ -69,11 +73,9 @@ class HeadCall:
             made = step(made)
         return made
 
-    def pieces(self, count: int) -> Iterator[slice]:
-        """Slices of so many rows, of as equal lengths as can be."""
-        pieces = -(-count // self.rows_at_once)
-        bounds = [count * k // pieces for k in range(pieces + 1)] if pieces else [0]
-        yield from map(slice, bounds, bounds[1:])
+    def pieces(self, count: int) -> list[slice]:
+        """Slices of so many rows."""
+        return slices(count, -(-count // self.rows_at_once)) if count else []
 
 
 class HeadOutput(Tensor):
@@ -83,12 +85,14 @@ class HeadOutput(Tensor):
         call: of the head.
         rows: what goes in, (..., features).
         classes_last: its shape is (..., classes); else (batch, classes, places), of rows (batch, places, features).
+        like: one row of it.
         made: the values, once they were needed.
     """
 
     call: HeadCall
     rows: Tensor
     classes_last: bool
+    like: Tensor
     made: Tensor | None
 
     @staticmethod
@@ -108,8 +112,6 @@ class HeadOutput(Tensor):
         )
         made.call, made.rows, made.classes_last, made.made, made.like = call, rows, classes_last, None, like
         return made
-
-    like: Tensor  # one row
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<output of a head, {tuple(self.shape)}, {self.dtype}, not made yet>"
@@ -134,7 +136,7 @@ class HeadOutput(Tensor):
             (given,) = args
             return HeadOutput.bare(given.call, given.rows.detach(), given.like, classes_last=given.classes_last)
         if func._schema.is_mutable:
-            raise RuntimeError(
+            raise ChangedInPlace(
                 f"expected a head's output that is left as it is, as its loss runs in pieces, got {func} that changes "
                 "it; write the result into a new tensor, or plan without numerics='rounding'"
             )

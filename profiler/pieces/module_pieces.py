@@ -43,8 +43,7 @@ class CallInPieces:
 
     def bounds(self) -> list[tuple[int, int]]:
         """The first and the length of each piece."""
-        marks = [self.size * k // self.pieces for k in range(self.pieces + 1)]
-        return [(first, end - first) for first, end in itertools.pairwise(marks)]
+        return [(piece.start, piece.stop - piece.start) for piece in slices(self.size, self.pieces)]
 
     def is_apart(self, tensor: Tensor) -> bool:
         """Whether a tensor is taken apart: it has as many rows as the others."""
@@ -62,6 +61,11 @@ class CallInPieces:
                 return self.run(tensors)
             with _reparametrize_module(self.module, dict(zip(now, held, strict=True))):
                 return self.run(tensors)
+
+
+def slices(count: int, pieces: int) -> list[slice]:
+    """So many slices of a number of rows, of as equal lengths as can be."""
+    return [slice(*ends) for ends in itertools.pairwise(count * k // pieces for k in range(pieces + 1))]
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:

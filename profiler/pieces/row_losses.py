@@ -106,7 +106,7 @@ class _LossInPieces(torch.autograd.Function):
         ctx.wanted = [each is not None for each in sums.gradients]
         ctx.save_for_backward(*(each for each in sums.gradients if each is not None))
         total = torch.stack(parts)
-        exact = total.double() if total.dtype is torch.float64 else total.float()
+        exact = total.to(torch.promote_types(total.dtype, torch.float32))
         made = exact.sum() if divisor is None else exact.sum() / divisor
         return made.to(total.dtype)
 
