@@ -91,9 +91,10 @@ def advise(
     """Show where a training step's memory goes and find the cheapest way to fit it into a budget.
 
     The levers: autocast, an optimizer with smaller states, micro-batches (gradient accumulation at the same effective
-    batch), recomputing activations, and sending them to host memory. The workload is profiled as it is, under
-    autocast, and with smaller batches as far as they are needed; other optimizers run a few steps on its parameters;
-    plans are solved on those profiles. Everything else is computed from these. The workload is left as it was found.
+    batch), parts that run in pieces, recomputing activations, and sending them to host memory. The workload is
+    profiled as it is, under autocast, in pieces, and with smaller batches as far as they are needed; other optimizers
+    run a few steps on its parameters; plans are solved on those profiles. Everything else is computed from these. The
+    workload is left as it was found.
 
     Args:
         target: as ``planner profile`` takes it, a function that returns a Workload, or a Workload.

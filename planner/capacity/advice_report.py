@@ -210,11 +210,11 @@ def _advised(advice: Advice) -> list[tuple[str, str]]:
 
 
 def _used(levers: Sequence[Lever], kinds: set[Any], names: set[str]) -> list[Lever]:
-    """Those that are a part of the advice; offload's change does what recompute's does, too."""
+    """Those that are a part of the advice; what offload's change and that of pieces do has recompute's in it."""
     several = {"precision", "optimizer"}
     used = [lever for lever in levers if lever.kind in kinds and (lever.kind not in several or lever.name in names)]
-    sent = any(lever.kind == "offload" for lever in used)
-    return [lever for lever in used if not (sent and lever.kind == "recompute")]
+    planned = any(lever.kind in ("offload", "in pieces") for lever in used)
+    return [lever for lever in used if not (planned and lever.kind == "recompute")]
 
 
 def _said(combination: Combination, advice: Advice) -> str:

@@ -95,8 +95,8 @@ def micro_batch_lever(options: LeverOptions) -> Lever:
     )
 
 
-def recipe_levers(options: LeverOptions) -> tuple[Lever, Lever]:
-    """Recomputing activations, and sending them to host memory."""
+def recipe_levers(options: LeverOptions) -> tuple[Lever, ...]:
+    """Running parts in pieces, recomputing activations, and sending them to host memory."""
     recompute = Lever(
         kind="recompute",
         name="recompute",
@@ -113,7 +113,21 @@ def recipe_levers(options: LeverOptions) -> tuple[Lever, Lever]:
         result="same",
         change="planner.solve(profile, budget), planner.apply(model, plan)",
     )
-    return recompute, offload
+    return pieces_lever(options), recompute, offload
+
+
+def pieces_lever(options: LeverOptions) -> Lever:
+    """The head and its loss, and modules, a few rows at a time."""
+    fits = options.profile.unplanned_peak_bytes <= options.budget_bytes
+    applies = bool(options.profile.heads) if fits else bool(options.variants.in_pieces())
+    return Lever(
+        kind="in pieces",
+        name="in pieces",
+        applies=applies,
+        reason="" if applies else "no large part of the model takes its rows one by one",
+        result="rounding",
+        change="planner.profile(workload, numerics='rounding'), planner.solve(profile, budget, numerics='rounding')",
+    )
 
 
 def result_of_micro_batches(model: nn.Module, profile: Profile) -> Exactness:

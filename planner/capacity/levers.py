@@ -7,16 +7,18 @@ from typing import Literal
 
 from planner.plans.plan import Plan
 
-LeverKind = Literal["precision", "optimizer", "micro-batches", "recompute", "offload"]
+LeverKind = Literal["precision", "optimizer", "micro-batches", "in pieces", "recompute", "offload"]
 Exactness = Literal["same", "rounding", "other"]
 CostBasis = Literal["measured", "computed", "solved"]
-Recipe = Literal["none", "recompute", "offload", "recompute and offload"]
+Recipe = Literal["none", "recompute", "offload", "recompute and offload", "in pieces", "in pieces and recompute"]
 RESULTS: tuple[Exactness, ...] = ("same", "rounding", "other")
 RECIPES: dict[Recipe, tuple[LeverKind, ...]] = {
     "none": (),
     "recompute": ("recompute",),
     "offload": ("offload",),
     "recompute and offload": ("recompute", "offload"),
+    "in pieces": ("in pieces",),
+    "in pieces and recompute": ("in pieces", "recompute"),
 }
 
 

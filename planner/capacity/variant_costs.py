@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.capacity.available_levers import LeverOptions
-from planner.capacity.levers import Combination, CostBasis, Exactness, Recipe, worst
-from planner.plans.cost_model import chain_of
+from planner.capacity.levers import RECIPES, Combination, CostBasis, Exactness, Recipe, rank, worst
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible
-from planner.plans.solving import SEARCH_SECONDS, quick_plan, solve
+from planner.plans.solving import SEARCH_SECONDS, least_budget_bytes, quick_plan, solve
 from profiler.records import Profile
-from solvers.chain.minimum_memory import shortage
 
 _NO_OFFLOAD = Offload(mode="never")
 
@@ -69,7 +67,9 @@ def costed_recipes(
         return
     if not unchanged and too_slow(known, variant.seconds, unplanned.combination.result):
         return
-    least_bytes = shortage(chain_of(variant.profile)).minimum_budget_bytes
+    if unchanged:
+        yield from _in_pieces(options, variant)
+    least_bytes = least_budget_bytes(variant.profile)
     if least_bytes > options.budget_bytes and options.can_recompute:
         yield _unsolved(options, variant, "recompute", least_bytes)
     if variant.profile.optimizer.peak_bytes > options.budget_bytes:
@@ -77,6 +77,19 @@ def costed_recipes(
     for recipe in _recipes(options, unchanged):
         if recipe != "recompute" or least_bytes <= options.budget_bytes:
             yield _solved(options, variant, recipe)
+
+
+def _in_pieces(options: LeverOptions, variant: StepVariant) -> Iterator[CostedCombination]:
+    """The best of the step with its head, and with modules, in pieces; nothing where none of it can run so."""
+    made = list[CostedCombination]()
+    for profile in options.variants.in_pieces():
+        apart = replace(variant, profile=profile)
+        kept = profile.unplanned_peak_bytes <= options.budget_bytes or not options.can_recompute
+        recipe: Recipe = "in pieces" if kept else "in pieces and recompute"
+        least_bytes = least_budget_bytes(profile)
+        fits = least_bytes <= options.budget_bytes
+        made.append(_solved(options, apart, recipe) if fits else _unsolved(options, apart, recipe, least_bytes))
+    yield from sorted(made, key=lambda each: rank(each.combination))[:1]
 
 
 def too_slow(known: Sequence[Combination], seconds: float, result: Exactness) -> bool:
@@ -142,6 +155,8 @@ def _costed(
     results: list[Exactness] = ["other"] if variant.precision or variant.optimizer else []
     if variant.micro_batches > 1:
         results.append(options.micro_batch_result)
+    if "in pieces" in RECIPES[recipe]:
+        results.append("rounding")
     combination = Combination(
         precision=variant.precision,
         optimizer=variant.optimizer,
@@ -186,6 +201,6 @@ def _with_plan(costed: CostedCombination, plan: Plan) -> CostedCombination:
 
 
 def _offload_for(options: LeverOptions, recipe: Recipe) -> Offload:
-    if recipe == "recompute":
+    if "offload" not in RECIPES[recipe]:
         return _NO_OFFLOAD
     return replace(options.offload, mode="only" if recipe == "offload" else "auto")

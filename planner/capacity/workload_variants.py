@@ -13,6 +13,7 @@ from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.capacity.step_trial import release
 from planner.distributed.collective import profile
 from planner.plans.cost_model import chain_of
+from planner.plans.profiling import with_pieces
 from planner.targets import NoTarget, build_target
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
@@ -65,6 +66,7 @@ class WorkloadVariants:
         self._progress = progress or told_by("planner", "advise")
         self._done = 0
         self._profiles: dict[tuple[str, int], Profile] = {}
+        self._in_pieces: tuple[Profile, ...] | None = None
         self.extrapolated: set[tuple[str, int]] = set()
         if isinstance(target, Workload) and settings:
             raise ValueError(
@@ -148,6 +150,21 @@ class WorkloadVariants:
                 self._profiles[key] = self._extrapolated(precision, micro_batches, error)
                 self.extrapolated.add(key)
         return self._profiles[key]
+
+    def in_pieces(self) -> tuple[Profile, ...]:
+        """Profiles of the step as it is, with parts of the model in pieces; empty where none can be, or is measured."""
+        if self._in_pieces is None:
+            whole = self.profile("", 1)
+            if ("", 1) in self.extrapolated:
+                self._in_pieces = ()
+            else:
+                self._in_pieces = with_pieces(
+                    self.workload,
+                    whole,
+                    menus=self._menus,
+                    progress=lambda what, done, total: self.report(f"in pieces: {what}"),
+                ).in_pieces
+        return self._in_pieces
 
     def _measured(self, precision: str, micro_batches: int, batch_parts: int) -> Profile:
         """A profile with the batch of one of ``batch_parts``, as one of ``micro_batches``."""

@@ -58,13 +58,31 @@ def profile(
         resolve_for(measured, stated)
     if stages is None and stated is None and not compiled and menus:
         measured = with_best_cut(measured, lambda: measure(stages="whole"))
-    if numerics != "rounding" or stated is not None or stages is not None or compiled or states_in(workload.model):
+    if numerics != "rounding" or stated is not None or stages is not None:
         return measured
+    return _with_pieces(workload, measured, measure)
+
+
+def with_pieces(
+    workload: Workload, measured: Profile, *, menus: bool = True, progress: Progress | None = None
+) -> Profile:
+    """A profile of a workload as it is, with others in it of the same step in pieces.
+
+    Args:
+        workload: left as it was found.
+        measured: its profile, with ``numerics="eager"``.
+        menus, progress: as for ``profile``.
+    """
+    measure = partial(
+        profiling.profile, workload, programs=_orders_for if menus else None, every_stage=False, progress=progress
+    )
     return _with_pieces(workload, measured, measure)
 
 
 def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., Profile]) -> Profile:
     """The profile, with others in it of the same step in pieces: of its head, and of modules that keep much, too."""
+    if is_compiled(workload.model) or states_in(workload.model):
+        return measured
     found: list[Profile] = []
 
     def add(pieces: PiecesRecord, what: str, measure: Callable[[], Profile] = measure) -> None:

@@ -25,22 +25,27 @@ class ChangedInPlace(RuntimeError):
 
 
 class LossScale:
-    """What losses are multiplied by before backward, as the last one was: numbers of few bits rely on it."""
+    """What losses are multiplied by before backward, as the last one was: numbers of few bits rely on it.
 
-    def __init__(self) -> None:
-        self._last: Tensor | None = None
+    It takes no memory while a step runs: its number stands in a tensor that is made beforehand.
+
+    Args:
+        device: of the losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._last = torch.ones((), device=device)
 
     def expected(self, like: Tensor) -> Tensor:
         """The gradient that is expected to come to a loss on the device of ``like``."""
-        one = torch.ones((), device=like.device)
-        if self._last is None or self._last.device != like.device:
-            return one
+        if self._last.device != like.device:
+            self._last = torch.ones((), device=like.device)
         usable = self._last.isfinite() & (self._last != 0)
-        return torch.where(usable, self._last, one)
+        return torch.where(usable, self._last, 1.0)
 
     def note(self, gradient: Tensor) -> None:
         """This one came."""
-        self._last = gradient.detach().float().clone()
+        self._last.copy_(gradient.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class HeadInPieces:
 
     def __init__(self, head: nn.Module, rows_at_once: int, say_whole: Callable[[], None] | None = None) -> None:
         self._head, self._rows_at_once, self._say_whole = head, rows_at_once, say_whole
-        self._scale = LossScale()
+        self._scale = LossScale(next(head.parameters(), torch.empty(0)).device)
         self._rows_made: dict[Any, Tensor] = {}  # one row of the output, by all that its type depends on
         self.made_whole = self.waited = 0
 
