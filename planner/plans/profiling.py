@@ -81,7 +81,7 @@ def with_pieces(
 
 def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., Profile]) -> Profile:
     """The profile, with others in it of the same step in pieces: of its head, and of modules that keep much, too."""
-    if is_compiled(workload.model) or states_in(workload.model):
+    if is_compiled(workload.model):
         return measured
     found: list[Profile] = []
 
@@ -102,7 +102,8 @@ def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., P
         if not found:
             add(of_head(workload, head), head.name)
     of_loss = found[0].pieces if found and found[0].pieces else PiecesRecord()
-    if not measured.frugal:  # Modules are found by steps that keep everything.
+    # Modules are found by steps that keep everything, with parameters that are there all along.
+    if not (measured.frugal or states_in(workload.model)):
         inside, whole = divisible_modules(workload, of_loss.head)
         if inside:
             add(replace(of_loss, modules=inside), names_in_short([each.name for each in inside]))

@@ -155,7 +155,7 @@ class Measuring:
             unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, self._resident, varied),
             batch_sized=what_follows_the_batch(self._workload, uncompiled_trace, uncompiled_stages),
             left_out=left_out,
-            heads=() if self._compiled or states_in(self._workload.model) else heads_of(trace, self._device.type),
+            heads=() if self._compiled else heads_of(trace, self._device.type),
         )
 
     def _kinds(self, stages: Sequence[ChosenStage]) -> list[int]:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from profiler.agreement import agreed, any_rank, largest
+from profiler.agreement import agreed, any_rank, gathered
 from profiler.pieces.head_output import ChangedInPlace
 from profiler.pieces.heads import HeadInPieces, rows_at_once
 from profiler.pieces.module_pieces import ModuleInPieces
 from profiler.records import HeadRecord, PiecesRecord
 from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.sharded_units import keep_parameters_of
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import causes_of
 from profiler.workload.workload import StepPhase, Workload
@@ -46,7 +47,9 @@ def run_in_pieces(
     if not pieces.head:
         return None
     head = HeadInPieces(named[pieces.head], pieces.rows_at_once, say_whole)
-    patches.wrap(named[pieces.head], head.wrapped, _PATCHED)
+    for undo in keep_parameters_of(named[pieces.head]):  # Its loss comes after its forward.
+        patches.undo_with(undo)
+    patches.wrap(named[pieces.head], head.wrapped, _PATCHED, inside_sharding=True)
     return head
 
 
@@ -79,12 +82,10 @@ def compared(workload: Workload, pieces: PiecesRecord, *, frugal: bool) -> Piece
     apart = _in_pieces(workload, randomness, pieces)
     if any_rank(plain.gradients.keys() != apart.gradients.keys()):
         raise NotInPieces("other parameters have gradients where rows are taken apart")
-    difference, gradients = largest(
-        [
-            abs(apart.loss - plain.loss) / max(abs(plain.loss), torch.finfo(torch.float32).tiny),
-            max((relative_difference(apart.gradients[k], each) for k, each in plain.gradients.items()), default=0.0),
-        ]
-    )
+    of_loss = abs(apart.loss - plain.loss) / max(abs(plain.loss), torch.finfo(torch.float32).tiny)
+    of_gradients = [relative_difference(apart.gradients[k], each) for k, each in plain.gradients.items()]
+    # Each rank has its part of the batch, and of sharded gradients.
+    difference, gradients = max(gathered(of_loss)), max(gathered(max(of_gradients, default=0.0)))
     allowed = math.sqrt(max(torch.finfo(dtype).eps for dtype in (plain.precision, apart.precision)))
     if not agreed(max(difference, gradients) <= allowed):
         raise NotInPieces(

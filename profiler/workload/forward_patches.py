@@ -128,14 +128,28 @@ class ForwardPatches:
     def __init__(self, *, compile_safe: bool = True, counts: bool = True) -> None:
         self._compile_safe, self._counts = compile_safe, counts
         self._undo: list[tuple[weakref.ref[nn.Module], Any, weakref.ref[Any], bool]] = []
+        self._undo_with: list[Callable[[], None]] = []
 
-    def wrap(self, module: nn.Module, wrapper: Callable[[Forward], Forward], what: str = "it is measured") -> None:
-        """Replace ``module.forward`` by ``wrapper(module.forward)``; ``what`` says why compiled code ends there."""
+    def wrap(
+        self,
+        module: nn.Module,
+        wrapper: Callable[[Forward], Forward],
+        what: str = "it is measured",
+        *,
+        inside_sharding: bool = False,
+    ) -> None:
+        """Replace ``module.forward`` by ``wrapper(module.forward)``; ``what`` says why compiled code ends there.
+
+        ``inside_sharding``: parameters that ``fully_shard`` gathers for the call are there when the wrapper runs.
+        """
         plain, before = module.forward, module.__dict__.get("forward", OF_CLASS)
         hooked = move_hooks_inside(module)
         if hooked is not None:
             outermost, around = wrapper, hooked
-            wrapper = lambda forward: outermost(around(forward))  # noqa: E731 - it is called like the one before
+            if inside_sharding:
+                wrapper = lambda forward: around(outermost(forward))  # noqa: E731 - it is called like the one before
+            else:
+                wrapper = lambda forward: outermost(around(forward))  # noqa: E731 - the same
         if self._compile_safe:
             installed = PatchedForward(module, wrapper, what, counts=self._counts).installed
             assert installed is not None
@@ -161,8 +175,14 @@ class ForwardPatches:
                 return True
         return False
 
+    def undo_with(self, undo: Callable[[], None]) -> None:
+        """Call this as well when the wrappers are removed."""
+        self._undo_with.append(undo)
+
     def remove(self) -> None:
         """Put every forward back as it was; calling it again does nothing."""
+        while self._undo_with:
+            self._undo_with.pop()()
         while self._undo:
             module_ref, before, installed_ref, hooked = self._undo[-1]
             module, installed = module_ref(), installed_ref()

@@ -32,6 +32,11 @@ def states_in(model: nn.Module) -> list[Any]:
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
+def states_of_process() -> list[Any]:
+    """The state of each unit in this process."""
+    return [*dict.fromkeys(state for module in [*_mapping()] if (state := _state_of(module)) is not None)]
+
+
 def end_of_step(model: nn.Module) -> None:
     """A step was left in the middle: parameters are sharded again, and nothing is in flight."""
     for state in states_in(model):
@@ -83,9 +88,24 @@ def keep_gathered(module: nn.Module) -> Callable[[], None]:
     state = _state_of(module) if _is_used() else None
     if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
         raise ValueError("expected a module under fully_shard that reshards after forward")
+    return _keep_gathered(state)
+
+
+def keep_parameters_of(module: nn.Module) -> list[Callable[[], None]]:
+    """Have units that give back parameters of a module keep them from forward to backward; what undoes it."""
+    owners = {id(each) for each in module.modules()}
+    return [
+        _keep_gathered(state)
+        for state in (states_of_process() if _is_used() else ())
+        if any(id(o) in owners for group in _groups([state]) for p in group.fsdp_params for o in _owners(p))
+        and any(group.post_forward_mesh_info is not None for group in _groups([state]))
+    ]
+
+
+def _keep_gathered(state: Any) -> Callable[[], None]:
     groups = [(weakref.ref(group), group.post_forward_mesh_info) for group in _groups([state])]
     of_root, reference = state._auto_reshard_after_forward, weakref.ref(state)
-    module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+    state._modules[0].set_reshard_after_forward(False, recurse=False)
 
     def undo() -> None:
         if (owner := reference()) is not None:
@@ -325,8 +345,7 @@ def units_of(stage: nn.Module) -> StageUnits:
     count = len(_mapping())
     known = _KNOWN.get(stage)
     if known is None or known[0] != count:
-        states = dict.fromkeys(state for module in [*_mapping()] if (state := _state_of(module)) is not None)
-        known = _KNOWN[stage] = count, StageUnits(stage, list(states))
+        known = _KNOWN[stage] = count, StageUnits(stage, states_of_process())
     return known[1]
 
 

@@ -23,7 +23,7 @@ from profiler.workload.optimizers import (
     wants_closure,
 )
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
-from profiler.workload.sharded_units import mesh_tensors
+from profiler.workload.sharded_units import mesh_tensors, unsharded_tensors
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 from profiler.workload.workload_arguments import StepError
 
@@ -261,7 +261,7 @@ def _not_counted(workload: Workload, tensors: list[Tensor]) -> list[Tensor]:
     """Those of the workload's device that are no parameters, gradients, buffers, states of an optimizer or inputs."""
     counted = [*workload.with_gradients(), *tensors_held(workload.inputs)]
     counted += [parameter.grad for parameter in counted if parameter.is_leaf and parameter.grad is not None]
-    counted += _buffers(workload)
+    counted += [*_buffers(workload), *unsharded_tensors(workload.model)]
     counted += [tensor for *_, tensor in optimizer_tensors(workload.optimizers)]
     known = {storage_key(tensor) for tensor in counted}
     device = workload.device.type

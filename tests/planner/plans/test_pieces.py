@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import planner
+from planner.distributed.simulated_ranks import simulate_collectives, simulated_group
 from tests.support.nightly import by_day
 
 WORDS, WIDTH, TOKENS = 3000, 32, 96
@@ -274,3 +277,49 @@ def test_one_call_trains_in_pieces():
     handle.remove()
     with pytest.raises(ValueError, match="numerics: expected one of eager, compiled, rounding, got 'exact'"):
         planner.profile(step, numerics="exact")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("unit", by_day([True, False], [True]))
+def test_a_head_under_fully_shard_is_gathered_once(unit, monkeypatch):
+    """Whether it is a unit of its own or one of the whole model; its loss comes after its forward."""
+    gathers = []
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def counted(params, *args, **settings):
+        gathers.append({param._module_info.module for param in params})
+        return gather(params, *args, **settings)
+
+    torch.manual_seed(0)
+    model = Language()
+    with simulated_group(2):
+        for module in [*model.blocks, *([model.head] if unit else [])]:
+            fully_shard(module)
+        fully_shard(model)
+        simulate_collectives(model)
+        work = workload(model)
+        exact = local(gradients_of(model, work))
+        profile = planner.profile(work, numerics="rounding", menus=False)
+        (apart,) = profile.in_pieces
+        assert apart.unplanned_peak_bytes < profile.unplanned_peak_bytes / 2
+        plan = planner.solve(profile, apart.unplanned_peak_bytes, numerics="rounding")
+        before = [each.post_forward_mesh_info for each in groups_of(model)]
+        with planner.apply(model, plan):
+            assert planner.measure(work, repeats=1).peak_bytes <= plan.predicted_peak_bytes
+            monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", counted)
+            found = local(gradients_of(model, work))
+        assert sum(model.head in modules for modules in gathers) == 1
+        assert [each.post_forward_mesh_info for each in groups_of(model)] == before
+    torch.testing.assert_close(found, exact)
+
+
+def local(gradients):
+    return {name: each.to_local() for name, each in gradients.items()}
+
+
+def groups_of(model):
+    return [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
