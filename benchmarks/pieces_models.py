@@ -36,6 +36,7 @@ class GPT(nn.Module):
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
+        nn.init.normal_(self.words.weight, std=0.02)  # As GPT-2; larger logits would be slow denormal numbers.
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if tied:

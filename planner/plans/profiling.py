@@ -30,6 +30,9 @@ from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
 
 
+_FINER = 4  # times as many pieces of a head, which take less memory and more time
+
+
 def profile(
     workload: Workload,
     *,
@@ -85,23 +88,29 @@ def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., P
         return measured
     found: list[Profile] = []
 
-    def add(pieces: PiecesRecord, what: str, measure: Callable[[], Profile] = measure) -> None:
+    def add(pieces: PiecesRecord, what: str, measure: Callable[[], Profile] = measure, *, lowers: bool = True) -> None:
+        lowest = min((measured, *found), key=least_budget_bytes)
+        least_bytes = least_budget_bytes(lowest)
+        if lowers and agreed(least_bytes <= lowest.optimizer.peak_bytes):
+            return None  # No pieces lower what the optimizer's step takes.
         try:
             pieces = compared(workload, pieces, frugal=measured.frugal)
         except NotInPieces as error:
             return tell("planner", f"not in pieces, {what}: {error}")
         with in_pieces(workload, pieces):
             apart = replace(measure(), pieces=pieces, op_records=())
-        least_bytes = min(map(least_budget_bytes, (measured, *found)))
-        # A head in pieces may be faster, too; modules run twice.
-        if (pieces.head and not pieces.modules) or agreed(least_budget_bytes(apart) < least_bytes):
+        if not lowers or agreed(least_budget_bytes(apart) < least_bytes):
             found.append(apart)
         return None
 
     for head in measured.heads:
         if not found:
-            add(of_head(workload, head), head.name)
+            add(of_head(workload, head), head.name, lowers=False)  # It may be faster, too.
     of_loss = found[0].pieces if found and found[0].pieces else PiecesRecord()
+    if of_loss.head:
+        finer = replace(of_loss, rows_at_once=max(1, of_loss.rows_at_once // _FINER))
+        add(finer, f"{of_loss.head}, {finer.rows_at_once} rows at once")
+        of_loss = found[-1].pieces or of_loss
     # Modules are found by steps that keep everything, with parameters that are there all along.
     if not (measured.frugal or states_in(workload.model)):
         inside, whole = divisible_modules(workload, of_loss.head)
