@@ -101,7 +101,7 @@ def ways_of(words: int, width: int) -> tuple[list[Way], int]:
         planned("in pieces, smallest budget of recomputing", without, "rounding"),
     ]
     for way, peak in zip(hands, peaks, strict=True):
-        ways += [way, planned(f"in pieces, at the peak of: {way.name}", peak, "rounding")]
+        ways += [way, planned(f"in pieces, at the peak of: {way.name}", max(peak, least), "rounding")]
     return ways, states_bytes(profile)
 
 
@@ -188,7 +188,8 @@ def main() -> None:
     torch.set_num_threads(1)
     notes = [
         "medians of steps in turns; over recomputing: of ratios to the step at the smallest budget without pieces",
-        "by hand: torch ops alone, the layers kept or under the model's own gradient checkpointing",
+        "by hand: torch ops alone, the layers kept or under the model's own gradient checkpointing; where its peak is "
+        "below the smallest budget in pieces, that is taken",
     ]
     rows = llama_rows(options.words, options.width, options.rounds)
     write_rows(options.out, "large-head", "A Llama of four layers, 4 x 512 tokens", rows, lambda _: notes)

@@ -106,6 +106,31 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="large_head",
+            module="benchmarks.large_head",
+            full="",
+            quick="--words 4000 --width 32 --rounds 1",
+            minutes=15,
+            tables=(
+                Table(
+                    name="large-head",
+                    what="a Llama of 128,000 words: in pieces, recomputing, and by hand in 16 chunks",
+                    says=says.large_head,
+                ),
+                Table(name="head-rows", what="a head and its loss, so many rows at once", says=says.head_rows),
+            ),
+        ),
+        Benchmark(
+            name="pieces_fuzz",
+            module="benchmarks.pieces_fuzz",
+            full="",
+            quick="--count 8",
+            minutes=30,
+            tables=(
+                Table(name="pieces-fuzz", what="generated steps in pieces, four budgets each", says=says.pieces_fuzz),
+            ),
+        ),
+        Benchmark(
             name="planning",
             module="benchmarks.planning",
             full="",

@@ -46,6 +46,36 @@ def pieces(frame: Frame) -> str:
     )
 
 
+def large_head(frame: Frame) -> str:
+    """Bytes and seconds of ways to take a step with a large head."""
+    ways = frame.set_index("way")
+    smallest, recomputing = ways.loc["in pieces, smallest budget"], ways.loc["recomputing, smallest budget"]
+    at_its = ways.loc["in pieces, smallest budget of recomputing"]
+    by_hand = frame.over_by_hand.dropna()
+    return (
+        f"beyond parameters, gradients and optimizer {smallest.beyond_states_mib:.0f} MiB in place of "
+        f"{recomputing.beyond_states_mib:.0f}, in {smallest.over_recomputing:.2f} times the step; at the same budget "
+        f"{at_its.over_recomputing:.2f} times; at the peaks of two steps by hand {span(by_hand)} times theirs; "
+        f"{int((frame.above_budget_bytes > 0).sum())} above the budget"
+    )
+
+
+def head_rows(frame: Frame) -> str:
+    """Times the step with all rows at once."""
+    parts = [f"{rows} rows {span(group.over_all_at_once)}" for rows, group in frame.groupby("rows_at_once")]
+    return f"times all rows at once: {'; '.join(parts[:-1])}"
+
+
+def pieces_fuzz(frame: Frame) -> str:
+    """Generated steps in pieces."""
+    plans, apart = int(frame.plans.sum()), frame[frame.parts != "none"]
+    return (
+        f"{int(frame.wrong.sum())} wrong, {int(frame.above.sum())} above the budget, {int(frame.crashed.sum())} "
+        f"crashed, of {plans:,}; {int(apart.plans.sum())} ran in pieces, {int(apart.to_the_byte.sum())} of them to the "
+        f"byte, {int(apart.as_near_as_plain.sum())} with gradients as near to double precision as the plain step's"
+    )
+
+
 def planning(frame: Frame) -> str:
     """How long profiling and solving take."""
     return "; ".join(
