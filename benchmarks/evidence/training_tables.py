@@ -39,10 +39,11 @@ def pieces(frame: Frame) -> str:
     above = int((frame.above_budget_bytes > 0).sum())
     smaller = (frame.smallest_mib - frame.states_mib) / (frame.smallest_in_pieces_mib - frame.states_mib)
     worst = (frame.gradient_error / frame.plain_gradient_error).max()
+    of_any = (frame.worst_gradient_error / frame.plain_worst_gradient_error).max()
     return (
         f"{of(exact, len(frame))} peaks to the byte, {above} above the budget; smallest budgets beyond the states are "
         f"{span(smaller)} times smaller; gradients are at most {worst:.2f} times as far from double precision as the "
-        "plain step's"
+        f"plain step's, the worst of one parameter {of_any:.2f} times"
     )
 
 

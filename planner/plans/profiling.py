@@ -19,16 +19,15 @@ from profiler.measurement import profiling
 from profiler.measurement.measuring import Progress
 from profiler.pieces.comparison import NotInPieces, compared, in_pieces, of_head
 from profiler.progress import tell
-from profiler.records import WHOLE_MODEL, PiecesRecord, Profile
+from profiler.records import WHOLE_MODEL, ModulePieces, PiecesRecord, Profile
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns, runs_once
-from profiler.trace.divisible import divisible_modules
+from profiler.trace.divisible import COUNTS, divisible_modules
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.sharded_units import states_in
 from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
-
 
 _FINER = 4  # times as many pieces of a head, which take less memory and more time
 
@@ -114,11 +113,17 @@ def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., P
     # Modules are found by steps that keep everything, with parameters that are there all along.
     if not (measured.frugal or states_in(workload.model)):
         inside, whole = divisible_modules(workload, of_loss.head)
-        if inside:
-            add(replace(of_loss, modules=inside), names_in_short([each.name for each in inside]))
-        if whole:
-            add(PiecesRecord(modules=whole), WHOLE_MODEL, partial(measure, stages="whole"))
+        names = names_in_short([module.name for module in inside])
+        for count in COUNTS if inside else ():
+            add(replace(of_loss, modules=_in_so_many(inside, count)), f"{names} in {count}")
+        for count in COUNTS if whole else ():
+            of_call = PiecesRecord(modules=_in_so_many(whole, count))
+            add(of_call, f"{WHOLE_MODEL} in {count}", partial(measure, stages="whole"))
     return replace(measured, in_pieces=tuple(found))
+
+
+def _in_so_many(modules: tuple[ModulePieces, ...], count: int) -> tuple[ModulePieces, ...]:
+    return tuple(replace(module, count=count) for module in modules)
 
 
 def _orders_for(graph: StepGraph) -> list[StepRuns]:

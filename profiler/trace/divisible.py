@@ -20,7 +20,7 @@ from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.workload import Workload
 
-_COUNT = 8  # pieces; more would save little, and run smaller kernels
+COUNTS = (2, 8)  # of pieces: few run faster; more than these would save little, and run smaller kernels
 _SHARE = 0.25  # of the most that a module keeps, from which one is taken apart
 _ROUNDING = 128  # times the rounding of one number, that results may differ by
 
@@ -36,7 +36,7 @@ def divisible_modules(workload: Workload, head: str = "") -> tuple[tuple[ModuleP
             for the model.
 
     Returns:
-        Modules inside that may run in pieces together; and the model, where its call may.
+        Modules inside that may run in pieces together; and the model, where its call may. In two pieces each.
     """
     randomness = RandomState.capture()
     with preserved(workload):
@@ -65,7 +65,7 @@ def divisible_modules(workload: Workload, head: str = "") -> tuple[tuple[ModuleP
 
     def pieces(k: int) -> ModulePieces:
         name = trace.calls[k].name
-        return ModulePieces(name=name, dim=checks.dims[name], count=_COUNT)
+        return ModulePieces(name=name, dim=checks.dims[name], count=COUNTS[0])
 
     return agreed((tuple(map(pieces, large)), tuple(map(pieces, whole))))
 
