@@ -1,4 +1,9 @@
-"""The command line and all that it prints."""
+"""The command line and all that it prints.
+
+Commands call what other rooms compute; they read options, print tables or JSON, and end with exit codes. As the last
+room it may import all others and the faces of the packages. Begin with ``commands.py``, then ``shell.py`` for output
+and ``tables.py`` for what it shows.
+"""
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Built-in models by name: real architectures at sizes whose step takes about a second on two cores.
 
-All are built offline from configs with random weights, so nothing is downloaded.
+All are built offline from configs with random weights, so nothing is downloaded. May import ``profiler`` and no other
+room of ``planner``. Begin with ``build`` in this file, then ``training.py``, which sets seed, device, optimizer and
+precision of every model.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""Problems and their replay: chains, graphs, links, schedules, and simulators that share no code with solvers."""
+"""Chain and graph problems, links and schedules as plain data, and the simulators that replay schedules.
+
+Nothing here comes from a solver, so the simulators can check every solver. May import no other room, and no torch.
+Begin with ``chain.py`` and ``chain_schedule.py``, then ``chain_simulator.py``; ``graph*.py`` has the same for graphs.
+"""
