@@ -113,8 +113,8 @@ def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., P
     # Modules are found by steps that keep everything, with parameters that are there all along.
     if not (measured.frugal or states_in(workload.model)):
         inside, whole = divisible_modules(workload, of_loss.head)
-        names = names_in_short([module.name for module in inside])
         for count in COUNTS if inside else ():
+            names = names_in_short([module.name for module in inside])
             add(replace(of_loss, modules=_in_so_many(inside, count)), f"{names} in {count}")
         for count in COUNTS if whole else ():
             of_call = PiecesRecord(modules=_in_so_many(whole, count))
