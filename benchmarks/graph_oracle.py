@@ -12,11 +12,12 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.methods.published import method_names, solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
 from benchmarks.reporting import RESULTS, write_result
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
-from solvers.graph.registry import GraphSolution, graph_solver_names, solve_graph
+from solvers.graph.registry import GraphSolution
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphProblem
 
@@ -88,7 +89,7 @@ def tally(solver: str, asked: Sequence[Instance]) -> Tally:
     result = Tally(solver=solver)
     for instance in asked:
         begin = time.perf_counter()
-        solution = solve_graph(instance.problem, solver, SHORT_SECONDS.get(solver, LIMIT_SECONDS), gap=0.0)
+        solution = solve_with_any(instance.problem, solver, SHORT_SECONDS.get(solver, LIMIT_SECONDS), gap=0.0)
         result.wall_seconds += time.perf_counter() - begin
         result.counts.update(judge(instance, solution))
     return result
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Ask, count, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--solvers", nargs="+", choices=graph_solver_names(), default=graph_solver_names())
+    parser.add_argument("--solvers", nargs="+", choices=method_names(), default=method_names())
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     asked = list(instances(range(options.seeds)))

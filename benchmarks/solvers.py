@@ -14,12 +14,13 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.capture import PROBLEMS
+from benchmarks.methods.published import method_names
 from benchmarks.reporting import RESULTS, write_result
 from benchmarks.solver_claims import OVERRUN_SECONDS, Run, best_known, contradictions, verdicts
 from benchmarks.solver_runs import GRACE_SECONDS, Outcome, Task, read_graph, run_apart
 from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.graph.lower_bound import smallest_working_set
-from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS, graph_solver_names
+from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS
 from solvers.problem.graph import Graph
 
 AUTO_SHARES, OTHER_SHARES = (0.1, 0.3, 0.5, 0.7), (0.5,)
@@ -267,7 +268,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
 def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, with names checked and budgets as shares."""
     parser = argparse.ArgumentParser(description=__doc__)
-    solvers = [name for name in graph_solver_names() if name != UNTRIED]
+    solvers = [name for name in method_names() if name != UNTRIED]
     parser.add_argument("--problems", nargs="+", metavar="NAME", help="names or graph files; default: all committed")
     parser.add_argument("--solvers", nargs="+", metavar="NAME", choices=solvers, help=f"of {', '.join(solvers)}")
     parser.add_argument("--budgets", nargs="+", metavar="SHARE", help="default: auto at 10 30 50 70%%, others at 50%%")

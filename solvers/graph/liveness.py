@@ -7,13 +7,12 @@ directly after its last read before its next run; this file works out those free
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from solvers.arrays import Integers
 from solvers.problem.deadline import check_deadline
-from solvers.problem.graph import Graph, Node
+from solvers.problem.graph import Graph
 from solvers.problem.graph_schedule import GraphAction, GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay, replay_graph
 
@@ -137,20 +136,3 @@ def unplanned_replay(graph: Graph) -> GraphReplay:
     """Every node once, in the file's order: what 100% of a budget and the unplanned seconds mean for a graph."""
     indexed = IndexedGraph(graph)
     return replay_graph(graph, schedule_of(indexed, range(indexed.count)))
-
-
-def with_end(indexed: IndexedGraph) -> IndexedGraph:
-    """The graph with a last node that reads every output and takes neither bytes nor seconds.
-
-    Programs over stages, each of which ends with a first run, have no stage left after the last one in which an
-    output freed too early could be made again; the end's own stage is one.
-
-    >>> from solvers.problem.graph import Graph
-    >>> nodes = (Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1))
-    >>> with_end(IndexedGraph(Graph(nodes=nodes, outputs=("a", "b")))).inputs
-    [(), (), (0, 1)]
-    """
-    graph = indexed.graph
-    name = "end of " + " ".join(node.name for node in graph.nodes)  # longer than every name, so none of them
-    end = Node(name=name, seconds=0.0, output_bytes=0, inputs=graph.outputs)
-    return IndexedGraph(replace(graph, nodes=(*graph.nodes, end), outputs=()))

@@ -57,12 +57,6 @@ def fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> bool
     return int(peak_profile(indexed, order).max()) <= budget_bytes
 
 
-def fitting_order(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> tuple[int, ...] | None:
-    """The order without unread runs, if that fits."""
-    kept = without_unread_runs(indexed, order)
-    return tuple(kept) if fits(indexed, kept, budget_bytes) else None
-
-
 def without_unread_runs(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
     """The order less every repeated run that is not read before the node's next run, or the end; never a higher peak.
 

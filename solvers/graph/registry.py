@@ -14,11 +14,9 @@ import numpy as np
 from solvers.arrays import Mask
 from solvers.chain import rotor
 from solvers.graph import (
-    checkmate,
     eviction,
     exhaustive,
     hierarchy,
-    intervals,
     lower_sets,
     moments,
     neighbourhood_search,
@@ -185,9 +183,6 @@ METHODS: dict[str, Method] = {
     "hierarchy": _hierarchy,
     "lower_sets": _order_of(lower_sets.solve, "lower_sets"),
     "lower_sets_exact": _order_of(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
-    "checkmate": _order_of(checkmate.solve, "checkmate"),
-    "checkmate_rounding": _order_of(checkmate.round_relaxation, "checkmate_rounding"),
-    "intervals": _order_of(intervals.solve, "intervals"),
     "moments": _moments,
     "exhaustive": _exhaustive,
     "auto": _auto,

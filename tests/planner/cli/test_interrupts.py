@@ -33,13 +33,13 @@ import signal
 from planner.cli import main
 from solvers.graph import registry
 
-def round_relaxation(*_, **__):
+def interrupted():
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
         return tuple(range(16))
 
-registry.METHODS["checkmate_rounding"] = registry._order_of(round_relaxation, "checkmate_rounding")
+registry.METHODS["demand"] = lambda incumbent, _: incumbent.offer(interrupted(), "demand")
 main()
 """
 PRESSED_IN_IMPORT = """
@@ -145,7 +145,7 @@ def test_before_any_plan_is_known_it_says_so(chain, tmp_path, monkeypatch):
 def test_a_method_that_takes_the_signal_for_its_end_ends_the_command_all_the_same(tmp_path):
     graph = tmp_path / "graph.json"
     graph.write_text(json.dumps(training_graph(8, size_bytes=1000).to_dict()))
-    ended = program(PRESSED_AND_GONE_ON, "solve", graph, "--budget", "100%", "--solver", "checkmate_rounding", "--json")
+    ended = program(PRESSED_AND_GONE_ON, "solve", graph, "--budget", "100%", "--solver", "demand", "--json")
     assert (ended.returncode, json.loads(ended.stdout)["interrupted"]) == (130, True)
     assert ended.stderr == "interrupted: best plan so far\n"
 

@@ -18,7 +18,7 @@ MISTAKES = [
     ("solve {files}/profile.json --bugdet 80%", "one that it does not have", "--budget"),
     ("sovle {files}/profile.json", "got 'sovle'", "did you mean 'solve'?"),
     ("solve {files}/profile.json --budget 80% --solver rottor", "got 'rottor'", "did you mean rotor?"),
-    ("solve {files}/profile.json --budget 80% --solver checkmate", "got 'checkmate'", "others are for graphs"),
+    ("solve {files}/profile.json --budget 80% --solver demand", "got 'demand'", "others are for graphs"),
     ("solve {files}/plan.json --budget 80%", "a plan, which planner solve writes", "a profile, which planner profile"),
     ("solve {files}/targets.py --budget 80%", "no JSON document", "pass one that planner wrote"),
     ("solve {files}/profile.json --budget 80% --host-memory 50%", "no unplanned peak is known", "in bytes"),

@@ -39,7 +39,7 @@ def test_no_bound_of_a_graph_is_above_a_plan_that_fits() -> None:
 
 def test_where_a_method_finds_nothing_the_bound_goes_up_to_the_unplanned_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.plans.pareto_curves.graph_frontier", lambda *_: [])
-    points, bounds = points_and_bounds(planner.pareto(GRAPH, solvers=["checkmate"]))
+    points, bounds = points_and_bounds(planner.pareto(GRAPH, solvers=["demand"]))
     assert not points and (min(bounds), max(bounds)) == (400 * KIB, 1000 * KIB)
 
 

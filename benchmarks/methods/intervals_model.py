@@ -1,4 +1,4 @@
-"""The variables and rows of ``solvers.graph.intervals`` as a PuLP program."""
+"""The variables and rows of ``benchmarks.methods.intervals`` as a PuLP program."""
 
 from __future__ import annotations
 

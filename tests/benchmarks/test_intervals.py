@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.methods import checkmate, intervals
+from benchmarks.methods.published import solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
-from solvers.graph import checkmate, intervals
 from solvers.graph.liveness import IndexedGraph
-from solvers.graph.registry import solve_graph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.solution import GraphProblem
@@ -71,7 +71,7 @@ def test_more_intervals_are_never_slower():
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
     graph = training_graph(3, size_bytes=1 << 30)
     assert intervals.solve(IndexedGraph(graph), (3 << 30) - 1) is None
-    assert solve_graph(GraphProblem(graph=graph, budget_bytes=(3 << 30) - 1), "intervals").status == "infeasible"
+    assert solve_with_any(GraphProblem(graph=graph, budget_bytes=(3 << 30) - 1), "intervals").status == "infeasible"
 
 
 def test_no_time_is_no_answer_and_no_claim():

@@ -1,4 +1,4 @@
-"""The variables and rows of ``solvers.graph.checkmate`` as a PuLP program, integral or relaxed."""
+"""The variables and rows of ``benchmarks.methods.checkmate`` as a PuLP program, integral or relaxed."""
 
 from __future__ import annotations
 

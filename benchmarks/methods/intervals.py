@@ -3,9 +3,10 @@
 Formulation: every node runs at most ``most_runs`` times; each run starts an interval that ends with the last read of
 its output. The first runs keep the graph's order, and a repeated one may stand at its node's own place in any stage
 between two of them. A linear program has no variable that is a time, so an interval is spelled out by the stages that
-it reaches into, and within a stage by the last reader that needs it (``solvers.graph.intervals_model``).
-Guarantee: run to the end, the fastest of these schedules. They are not all schedules (see ``solvers.graph.checkmate``,
-whose stages these are), so nothing is bounded. Answers are held against the budget in exact bytes.
+it reaches into, and within a stage by the last reader that needs it (``benchmarks.methods.intervals_model``).
+Guarantee: run to the end, the fastest of these schedules. They are not all schedules (see
+``benchmarks.methods.checkmate``, whose stages these are), so nothing is bounded. Answers are held against
+the budget in exact bytes.
 Complexity: O(n^2) binaries and O(n (n + m)) rows for n nodes with m inputs altogether, not the paper's O(n) integers;
 exponential time. Units: bytes and seconds; inside the program both are scaled.
 
@@ -17,9 +18,9 @@ from __future__ import annotations
 
 import time
 
-from solvers.graph.intervals_model import IntervalsModel
-from solvers.graph.liveness import IndexedGraph, with_end
-from solvers.graph.order_repair import fitting_order
+from benchmarks.methods.intervals_model import IntervalsModel
+from benchmarks.methods.stages import fitting_order, with_end
+from solvers.graph.liveness import IndexedGraph
 from solvers.problem.number_checks import check_size
 
 MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square

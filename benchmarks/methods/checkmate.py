@@ -2,8 +2,9 @@
 
 Formulation: stage t ends with the first run of node t; before it, earlier nodes run again in rising order, each at
 most once. R says which, S what is alive as a stage starts, FREE what is freed after which run, U the bytes at each
-run (``solvers.graph.checkmate_model``). ``round_relaxation`` solves the same program with fractions for a budget less
-an allowance, rounds S (at a threshold, or up with its own value as the chance), and completes R with the fewest runs.
+run (``benchmarks.methods.checkmate_model``). ``round_relaxation`` solves the same program with fractions for a budget
+less an allowance, rounds S (at a threshold, or up with its own value as the chance), and completes R with the fewest
+runs.
 Guarantee: ``solve`` run to the end is the fastest of these schedules, but schedules that run a node twice between
 two first runs, or out of order, are left out: rarely, one of them is faster, or the only one that fits. So neither
 function bounds all schedules. Rounding guarantees nothing; every answer is held against the budget in exact bytes.
@@ -22,10 +23,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from benchmarks.methods.checkmate_model import CheckmateModel, Matrices
+from benchmarks.methods.stages import fitting_order, with_end
 from solvers.arrays import Mask
-from solvers.graph.checkmate_model import CheckmateModel, Matrices
-from solvers.graph.liveness import IndexedGraph, seconds_of, with_end
-from solvers.graph.order_repair import fitting_order
+from solvers.graph.liveness import IndexedGraph, seconds_of
 from solvers.problem.number_checks import check_size
 
 MOST_NODES = 500  # building the program takes 3 s at 200 nodes of a chain and grows with their square

@@ -1,0 +1,43 @@
+"""Graph methods as published, by name, and ``solve_graph`` that knows them beside its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+from benchmarks.methods import checkmate, intervals
+from solvers.arrays import Mask
+from solvers.graph.incumbent import Incumbent
+from solvers.graph.registry import DEFAULT_GAP, METHODS, GraphSolution, Method, graph_solver_names, solve_graph
+from solvers.problem.solution import GraphProblem
+
+
+def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method:
+    """A method that answers once, and proves nothing."""
+
+    def run(incumbent: Incumbent, _: Mask) -> None:
+        order = solve(incumbent.indexed, incumbent.budget_bytes, time_limit_seconds=incumbent.left_seconds)
+        if order is not None:
+            incumbent.offer(order, name, repair=False)
+
+    return run
+
+
+PUBLISHED: dict[str, Method] = {
+    "checkmate": _order_of(checkmate.solve, "checkmate"),
+    "checkmate_rounding": _order_of(checkmate.round_relaxation, "checkmate_rounding"),
+    "intervals": _order_of(intervals.solve, "intervals"),
+}
+
+
+def method_names() -> tuple[str, ...]:
+    """The methods that ``solve_with_any`` knows: those of ``solve_graph``, then the published ones."""
+    return (*graph_solver_names(), *PUBLISHED)
+
+
+def solve_with_any(
+    problem: GraphProblem, solver: str, time_limit_seconds: float | None = None, gap: float = DEFAULT_GAP
+) -> GraphSolution:
+    """``solve_graph``, by one of ``method_names()``."""
+    with patch.dict(METHODS, PUBLISHED):
+        return solve_graph(problem, solver, time_limit_seconds, gap)
