@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
-from benchmarks.methods import checkmate, intervals
+from benchmarks.methods import checkmate, intervals, lower_sets
 from solvers.arrays import Mask
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.registry import DEFAULT_GAP, METHODS, GraphSolution, Method, graph_solver_names, solve_graph
@@ -24,6 +25,8 @@ def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method
 
 
 PUBLISHED: dict[str, Method] = {
+    "lower_sets": _order_of(lower_sets.solve, "lower_sets"),
+    "lower_sets_exact": _order_of(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
     "checkmate": _order_of(checkmate.solve, "checkmate"),
     "checkmate_rounding": _order_of(checkmate.round_relaxation, "checkmate_rounding"),
     "intervals": _order_of(intervals.solve, "intervals"),

@@ -21,7 +21,7 @@ CHAIN_SOLVERS = (
     "keep_all, recompute_all, chen_sqrt, chen_greedy, revolve, rotor, ilp, exhaustive, offload_only, pofo, "
     "offload_ilp, auto"
 )
-GRAPH_SOLVERS = "keep_all, demand, eviction, hierarchy, lower_sets, lower_sets_exact, moments, exhaustive, auto"
+GRAPH_SOLVERS = "keep_all, demand, eviction, hierarchy, moments, exhaustive, auto"
 GRAPH_SECONDS, LARGE_GRAPH_SECONDS, LARGE_GRAPH_NODES, GRAPH_GAP = 60.0, 25.0, 500, 1e-3
 PARETO_SECONDS = 45.0  # of a graph
 COMPARE_SECONDS = 10.0

@@ -34,7 +34,6 @@ _STYLES = {
     "chen_greedy": _CurveStyle("#8B4513", "o", 13, False),
     "revolve": _CurveStyle("#56B4E9", "*", 8, True),
     "demand": _CurveStyle("#009E73", "s", 9, False),
-    "lower_sets": _CurveStyle("#E69F00", "D", 6, True),
     "hierarchy": _CurveStyle("#CC79A7", "^", 7, True),
     "moments": _CurveStyle("#D55E00", "o", 6, False),
 }

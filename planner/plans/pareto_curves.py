@@ -22,7 +22,7 @@ from solvers.chain.baselines import keep_all_replay
 from solvers.chain.lower_bound import bound_seconds
 from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
-from solvers.graph.registry import GraphSolution, graph_frontier, graph_solver_names
+from solvers.graph.registry import GraphSolution, graph_frontier
 from solvers.problem.graph import Graph
 from solvers.problem.link import Link
 from solvers.problem.solution import AnySchedule
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CHAIN_SOLVERS = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor", "auto")
 LINK_SOLVERS = ("offload_only", "auto")  # over a link beside those; alone where nothing else is to be drawn
-GRAPH_SOLVERS = ("auto", "lower_sets", "hierarchy", "demand", "moments")  # by rank; those of them that there are
+GRAPH_SOLVERS = ("auto", "hierarchy", "demand", "moments")  # by rank
 GRAPH_SECONDS = 45.0  # for all methods of a graph together: the whole command then takes about a minute
 _SHARES = {"auto": 4, "moments": 2}  # of the time; the others mostly need less than one share
 BOUND_POINTS = 40
@@ -130,7 +130,7 @@ def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_second
 def _solved_in_turn(
     graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None
 ) -> tuple[list[tuple[str, GraphSolution]], list[str]]:
-    names = list(solvers or (name for name in GRAPH_SOLVERS if name in graph_solver_names()))
+    names = list(solvers or GRAPH_SOLVERS)
     limit_seconds = GRAPH_SECONDS if time_limit_seconds is None else time_limit_seconds
     if not limit_seconds > 0:
         raise ValueError(

@@ -17,7 +17,6 @@ from solvers.graph import (
     eviction,
     exhaustive,
     hierarchy,
-    lower_sets,
     moments,
     neighbourhood_search,
     on_demand,
@@ -165,24 +164,11 @@ def _exhaustive(incumbent: Incumbent, _: Mask) -> None:
         incumbent.offer(order, "exhaustive", repair=False)
 
 
-def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method:
-    """A method that answers once, and proves nothing."""
-
-    def run(incumbent: Incumbent, _: Mask) -> None:
-        order = solve(incumbent.indexed, incumbent.budget_bytes, time_limit_seconds=incumbent.left_seconds)
-        if order is not None:
-            incumbent.offer(order, name, repair=False)
-
-    return run
-
-
 METHODS: dict[str, Method] = {
     "keep_all": _keep_all,
     "demand": _demand,
     "eviction": _eviction,
     "hierarchy": _hierarchy,
-    "lower_sets": _order_of(lower_sets.solve, "lower_sets"),
-    "lower_sets_exact": _order_of(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
     "moments": _moments,
     "exhaustive": _exhaustive,
     "auto": _auto,

@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 
-from benchmarks.methods import checkmate, intervals, stages
+from benchmarks.methods import checkmate, intervals, lower_sets, stages
 from benchmarks.methods.published import PUBLISHED, method_names, solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph.liveness import IndexedGraph
@@ -16,7 +16,7 @@ from solvers.problem.solution import GraphProblem
 from tests.support.graph_checks import optimum_seconds, telling_budgets, with_once
 
 
-@pytest.mark.parametrize("module", [checkmate, intervals, stages])
+@pytest.mark.parametrize("module", [checkmate, intervals, lower_sets, stages])
 def test_examples_in_docstrings_hold(module):
     assert doctest.testmod(module).attempted
     assert not doctest.testmod(module).failed

@@ -169,7 +169,7 @@ def test_a_broken_graph_is_refused_with_its_file(tmp_path, text, words):
 
 def test_an_unknown_solver_is_answered_with_those_of_the_problem_s_kind(step):
     message = refused("solve", step, "--budget", "75%", "--solver", "rotor")
-    assert "lower_sets" in message and "'rotor'" in message and "chen_greedy" not in message
+    assert "hierarchy" in message and "'rotor'" in message and "chen_greedy" not in message
 
 
 def test_a_budget_beyond_64_bits_fits_everything(step):
@@ -206,7 +206,7 @@ def test_pareto_of_a_graph_has_the_columns_curves_and_a_bound_below_them(step, t
     frame = pd.read_csv(tmp_path / "curve.csv")
     assert tuple(frame.columns) == COLUMNS
     rows = frame.to_dict("records")
-    assert {"none", "auto", "moments", "lower_sets", "demand", "lower_bound"} <= {row["solver"] for row in rows}
+    assert {"none", "auto", "moments", "hierarchy", "demand", "lower_bound"} <= {row["solver"] for row in rows}
     bound = {row["budget_bytes"]: row["seconds"] for row in rows if row["solver"] == "lower_bound"}
     assert min(bound) == 269
     assert [bound[b] for b in sorted(bound)] == sorted(bound.values(), reverse=True)
@@ -231,5 +231,5 @@ def test_the_bound_starts_at_the_largest_op_and_the_plans_where_they_fit(tmp_pat
 
 def test_pareto_names_what_came_to_no_turn(deep, tmp_path):
     result = done("pareto", deep, "--csv", tmp_path / "curve.csv", "--time-limit", "0.000001")
-    assert "left out: " in result.stderr and "lower_sets" in result.stderr and "--time-limit" in result.stderr
+    assert "left out: " in result.stderr and "hierarchy" in result.stderr and "--time-limit" in result.stderr
     assert "seconds above zero" in refused("pareto", deep, "--time-limit", "0")

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from benchmarks.methods import lower_sets
+from benchmarks.methods.published import solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
-from solvers.graph import lower_sets
 from solvers.graph.liveness import IndexedGraph, peak_profile
-from solvers.graph.registry import solve_graph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.solution import GraphProblem
@@ -96,7 +96,7 @@ def checked(indexed: IndexedGraph, budget_bytes: int) -> float:
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
     graph = training_graph(3)
     assert lower_sets.solve(IndexedGraph(graph), 2) is None
-    assert solve_graph(GraphProblem(graph=graph, budget_bytes=2), "lower_sets").status == "infeasible"
+    assert solve_with_any(GraphProblem(graph=graph, budget_bytes=2), "lower_sets").status == "infeasible"
 
 
 def test_no_time_is_no_answer_and_no_claim():
