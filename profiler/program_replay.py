@@ -28,7 +28,6 @@ class CallReplay:
         forward_peak_bytes: the most alive in forward.
         backward_peak_bytes: the most alive in backward: what was kept, gradients of what forward returned, what its
             ops make.
-        backward_start_bytes: of these, what is there as backward begins.
         above_start_bytes: the peak of backward above what is there as it begins, arguments included.
         arguments: numbers of the tensors among the arguments that backward reads.
         forward_seconds, backward_seconds: of the ops.
@@ -39,7 +38,6 @@ class CallReplay:
     kept_output_bytes: int = 0
     forward_peak_bytes: int
     backward_peak_bytes: int
-    backward_start_bytes: int = 0
     above_start_bytes: int = 0
     arguments: frozenset[int] = frozenset()
     forward_seconds: float
@@ -78,7 +76,6 @@ def call_replay(
         kept_output_bytes=sum(sizes[number] for number in replay.handed & returned),
         forward_peak_bytes=replay.forward.peak_bytes,
         backward_peak_bytes=replay.backward.peak_bytes,
-        backward_start_bytes=replay.backward.start_bytes,
         above_start_bytes=_above_start(graph, runs, replay.backward, argument_bytes),
         arguments=frozenset(number for ordinal in runs.backward for number in graph.ops[ordinal].arguments),
         forward_seconds=forward_seconds,

@@ -37,11 +37,10 @@ class RankError(ValueError):
 
 
 class Unanswered(Exception):
-    """Another rank has not sent what was waited for; ``ranks`` are those that have not, where that is known."""
+    """Another rank has not sent what was waited for: one of ``ranks``, where that is known."""
 
     def __init__(self, ranks: Sequence[int] = ()) -> None:
         super().__init__("no answer from " + (in_words(ranks) if ranks else "another rank"))
-        self.ranks = tuple(ranks)
 
 
 class FailedElsewhere(Unanswered):

@@ -77,10 +77,10 @@ def _row(op: str, parts: Sequence[PeakPart], path: str, module_class: str) -> Pe
     )
 
 
-def alive_report(peak: Peak, plan: Plan | None = None, *, limit: int = ROWS_SHOWN) -> RenderableType:
-    """What is alive at the peak, largest first; ``limit`` rows, or all for 0."""
+def alive_report(peak: Peak, plan: Plan | None = None) -> RenderableType:
+    """What is alive at the peak, largest first, in ``ROWS_SHOWN`` rows."""
     rows = peak_rows(peak, plan)
-    shown = rows[: limit or None]
+    shown = rows[:ROWS_SHOWN]
     title = peak_title(peak).replace(path_of(plan), "") if path_of(plan) else peak_title(peak)
     table = plain_table(title, ["alive", "made by", "in"], ["tensors", "size", "share"])
     for row in shown:

@@ -19,6 +19,8 @@ from solvers import Problem, Schedule, replay
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.chain_simulator import ReplayedAction
 
+_MENU_SECONDS = 1.5  # for all searches of a menu together
+_LEVELS = 6  # of kept bytes, from the least to all, that programs are searched for
 _PEAK_LEVELS = 3  # of the memory that a program may take while it runs, besides what each op once takes
 _MOST_ROOMS = 4  # of stages of one kind that programs are searched for at a time
 
@@ -37,23 +39,17 @@ class CallRoom(NamedTuple):
     backward_peak_bytes: int
 
 
-def program_menu(step: StepGraph, *, levels: int = 6, time_limit_seconds: float = 1.5) -> tuple[CallReplay, ...]:
-    """The programs of a call that no other one beats in bytes and seconds; the fastest, which keeps most, first.
-
-    Args:
-        step: its ops, with what they cost.
-        levels: of kept bytes, from the least to all, that programs are searched for.
-        time_limit_seconds: of all searches together.
-    """
+def program_menu(step: StepGraph) -> tuple[CallReplay, ...]:
+    """The programs of a call that no other one beats in bytes and seconds; the fastest, which keeps most, first."""
     once = call_replay(step, runs_once(step))
     once_bytes = max(once.forward_peak_bytes, once.backward_peak_bytes)
     most_bytes = once.kept_bytes + _returned_bytes(step)
-    search = GraphSearch(time_limit_seconds=time_limit_seconds / (levels + _PEAK_LEVELS + 2))
+    search = GraphSearch(time_limit_seconds=_MENU_SECONDS / (_LEVELS + _PEAK_LEVELS + 2))
     beside_bytes = 2 * once_bytes  # between forward and backward: so much that nothing else decides
     least_bytes = min(most_bytes, _least_peak(step, search, between_bytes=beside_bytes) - beside_bytes)
     rooms = [
-        CallRoom(once_bytes, least_bytes + (most_bytes - least_bytes) * level // levels, once_bytes)
-        for level in range(levels)
+        CallRoom(once_bytes, least_bytes + (most_bytes - least_bytes) * level // _LEVELS, once_bytes)
+        for level in range(_LEVELS)
     ]
     least_peak_bytes = _least_peak(step, search)
     for level in range(_PEAK_LEVELS):

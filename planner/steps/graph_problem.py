@@ -199,13 +199,11 @@ class _Builder:
         after_bytes = self._around.backward_bytes - self._resident_bytes
         self._after = self._add_bytes("after", after_bytes, (self._loss,), side="backward") if after_bytes else ()
 
-    def _add_bytes(
-        self, name: str, size_bytes: int, inputs: tuple[str, ...] = (), *, side: Side, once: bool = True
-    ) -> tuple[str]:
+    def _add_bytes(self, name: str, size_bytes: int, inputs: tuple[str, ...] = (), *, side: Side) -> tuple[str]:
         """A node for bytes that no op makes at that moment."""
         name = self._free_name(name)
         self._nodes.append(
-            Node(name=name, seconds=LEAST_SECONDS, output_bytes=size_bytes, inputs=inputs, side=side, once=once)
+            Node(name=name, seconds=LEAST_SECONDS, output_bytes=size_bytes, inputs=inputs, side=side, once=True)
         )
         return (name,)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,19 +18,14 @@ COLLECTIVE = "it is a collective, which every rank would have to run again"
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "symm_mem")
 
 
-def step_graph_of(graph: JointGraph, replaced: Collection[str] = ()) -> StepGraph:
-    """The dataflow of the step, without seconds.
-
-    Args:
-        graph: of the step.
-        replaced: names of inputs that the forward lets go of; what reads them must not run again either.
-    """
+def step_graph_of(graph: JointGraph) -> StepGraph:
+    """The dataflow of the step, without seconds."""
     makers, of_loss = graph.makers, _sizes(graph.tangents)  # in order, the same in every process
     numbers = {storage: number for number, storage in enumerate((*makers, *of_loss))}
     makes: dict[fx.Node, list[int]] = {}
     for storage, op in makers.items():
         makes.setdefault(op, []).append(numbers[storage])
-    changed = _storages((*graph.changed_inputs, *(each for each in graph.inputs if each.name in replaced)))
+    changed = _storages(graph.changed_inputs)
     ops: list[StepOp] = []
     for op in filter(makes.__contains__, graph.ops):
         read = _storages(op.all_input_nodes)

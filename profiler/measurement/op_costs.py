@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,16 +50,10 @@ class OpKey(NamedTuple):
     arguments: str
 
 
-def measured_graph(graph: JointGraph, device: torch.device, replaced: Collection[str] = ()) -> StepGraph:
-    """The dataflow with what its ops cost.
-
-    Args:
-        graph: of a step.
-        device: that runs it.
-        replaced: names of inputs that the forward lets go of.
-    """
+def measured_graph(graph: JointGraph, device: torch.device) -> StepGraph:
+    """The dataflow of a step with what its ops cost on the device that runs it."""
     costs = {op.name: cost for op, cost in costs_of(graph, dict.fromkeys(graph.makers.values()), device).items()}
-    step = step_graph_of(graph, replaced)
+    step = step_graph_of(graph)
     made = {number: n for op in step.ops for number, n in zip(op.makes, costs[op.name].made_bytes, strict=True)}
     return replace(
         step,

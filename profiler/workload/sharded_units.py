@@ -253,11 +253,6 @@ def casts_as_unit(module: nn.Module, arguments: Iterable[Tensor]) -> bool:
     return policy.output_dtype not in (None, policy.param_dtype)
 
 
-def is_unit(module: nn.Module) -> bool:
-    """Whether a module's call gathers parameters."""
-    return _is_used() and _state_of(module) is not None
-
-
 @contextmanager
 def running_sharding() -> Iterator[None]:
     """Inside, ops are the sharding's own."""

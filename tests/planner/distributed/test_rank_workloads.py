@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +15,6 @@ import planner
 from benchmarks.rank_processes import values_of_ranks
 from planner.distributed.rank_workloads import sharded_together
 from planner.zoo import build
-from profiler.workload.sharded_units import is_unit
 
 
 def of_rank(rank: int, **sizes: int) -> planner.Workload:
@@ -37,7 +37,7 @@ def wrapped(rank: int) -> dict[str, Any]:
     held = [p for group in fsdp2.optimizer.param_groups for p in group["params"]]
     assert len(weights) == 8 and all(a is b for a, b in zip(weights, held, strict=True))
     seen: dict[str, Any] = {
-        "units": [is_unit(module) for module in fsdp2.model],  # type: ignore[union-attr]
+        "units": [isinstance(module, FSDPModule) for module in fsdp2.model],  # type: ignore[union-attr]
         "whole": [weight.full_tensor().detach() for weight in weights],
         "ddp": [parameter.detach() for parameter in ddp.model.parameters()],
         "twice": said(lambda: sharded_together(ddp, "fsdp2")),

@@ -50,7 +50,6 @@ def test_choices_worked_out_by_hand() -> None:
         kept_bytes=100,
         forward_peak_bytes=110,
         backward_peak_bytes=210,  # what a made, and the gradients of both results
-        backward_start_bytes=110,
         above_start_bytes=100,
         forward_seconds=3.0,
         backward_seconds=3.0,
