@@ -14,9 +14,8 @@ from planner.capacity.size_profiles import PerSizeProfiles, scaling_over, with_s
 from planner.capacity.smallest_size import SearchStart, doubling_steps, search_start
 from planner.capacity.step_trial import Build, release
 from planner.distributed.collective import profile
-from planner.distributed.rank_workloads import sharded_together
 from planner.distributed.ranks import together
-from planner.distributed.sharding import Engine
+from planner.distributed.sharding import Engine, sharded_together
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.refusals import Infeasible

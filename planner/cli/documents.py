@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from planner.explain.measured_step import MeasuredStep
     from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import OutOfMemory, TrainingInterrupted, TrainingRun
+    from planner.training.verification import VerifiedRound
 
 _UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "recomputed_seconds")
 
@@ -235,3 +236,25 @@ def least_demanding(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
     if len(refused) < len(rows) - 1:  # all but the unplanned model
         return None
     return min(refused, key=lambda row: row.minimum_budget_bytes or 0)
+
+
+def round_document(each: VerifiedRound) -> dict[str, Any]:
+    """One round as plain data; seconds are of a whole step, those of corrections of one stage."""
+    return {
+        "predicted_seconds": each.plan.predicted_seconds,
+        "predicted_slowdown": each.plan.slowdown,
+        "measured_seconds": each.planned_seconds,
+        "measured_unplanned_seconds": each.unplanned_seconds,
+        "measured_slowdown": each.measured_slowdown,
+        "corrected_seconds": each.corrected_seconds,
+        "corrected_slowdown": each.corrected_slowdown,
+        "corrections": [
+            {
+                "option": correction.option,
+                "stages": list(correction.stages),
+                "predicted_seconds": correction.predicted_seconds,
+                "measured_seconds": correction.measured_seconds,
+            }
+            for correction in each.corrections
+        ],
+    }

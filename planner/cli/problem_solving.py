@@ -5,23 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from planner.cli import chain_solutions, graph_solutions
+from planner.cli import chain_solutions
 from planner.cli.documents import nothing_yet_document, refusal_document
 from planner.cli.options import GRAPH_SECONDS, LARGE_GRAPH_NODES, LARGE_GRAPH_SECONDS
-from planner.cli.solution_summary import SolutionSummary, summary_of_plan
+from planner.cli.solution_summary import SolutionSummary, StageSummary, summary_of_plan, summary_of_solution
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import Interrupted
-from planner.plans.problem_files import Source
-from planner.plans.refusals import NoPlan
+from planner.plans.problem_files import Source, all_bytes
+from planner.plans.refusals import NoPlan, require_schedule
 from planner.plans.rules import Rules
 from planner.plans.solving import Numerics, solve
 from planner.plans.stated_plan import state
+from planner.units import parse_bytes
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay
 from solvers.graph.liveness import unplanned_replay
+from solvers.graph.registry import DEFAULT_GAP, solve_graph
 from solvers.problem.chain import Chain
 from solvers.problem.graph import Graph
+from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.solution import GraphProblem
+
+GRAPH_SOLUTION_FORMAT = "planner-graph-solution"
+GRAPH_SOLUTION_VERSION = 1
 
 
 def stage_level(source: Source, rules: Rules | None) -> Profile:
@@ -78,10 +86,10 @@ def solve_source(
         raise ValueError("--allow-rounding: expected a profile alone, got rules or a problem file; leave it out")
     _check_options(source, gap=gap, rules=rules, offload=offload, headroom=headroom)
     if isinstance(source, Graph):
-        summary, actions = graph_solutions.solve_graph_problem(
+        summary, actions = solve_graph_problem(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, gap=gap
         )
-        return summary, graph_solutions.solution_file(summary, source, actions)
+        return summary, solution_file(summary, source, actions)
     if isinstance(source, Chain):
         summary, schedule = chain_solutions.solve_chain_problem(
             source, _given(budget), solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
@@ -169,3 +177,47 @@ def title_of(source: Source, path: Path) -> str:
     if isinstance(source, Graph):
         return f"{path.stem}: a graph of {len(source.nodes)} nodes"
     return f"{path.stem}: a chain of {len(source.stages)} stages"
+
+
+def solve_graph_problem(
+    graph: Graph, budget: str, *, solver: str, time_limit_seconds: float | None, gap: float | None
+) -> tuple[SolutionSummary, GraphSchedule]:
+    """Solve a graph for ``budget``; the summary of its solution, and the schedule.
+
+    Raises:
+        Infeasible: nothing fits.
+        NothingFound: nothing was found, and nothing ruled out.
+        ValueError: unknown solver, an impossible time limit or gap, or a budget that does not parse.
+    """
+    unplanned = unplanned_replay(graph)
+    budget_bytes = parse_bytes(budget, whole_bytes=unplanned.peak_bytes)
+    problem = GraphProblem(graph=graph, budget_bytes=min(budget_bytes, all_bytes(graph)))  # 64 bits hold it
+    solution = solve_graph(problem, solver, time_limit_seconds, DEFAULT_GAP if gap is None else gap)
+    schedule = require_schedule(solution, budget_bytes, solver).schedule
+    assert schedule is not None
+    replayed = replay_graph(graph, schedule)
+    nodes = tuple(
+        StageSummary(
+            name=node.name,
+            side=node.side,
+            decision="recompute" if runs > 1 else "keep",
+            runs=runs,
+            extra_seconds=node.seconds * (runs - 1),
+        )
+        for node, runs in zip(graph.nodes, replayed.runs, strict=True)
+    )
+    summary = summary_of_solution(
+        solution,
+        replayed,
+        unplanned,
+        budget_bytes=budget_bytes,
+        resident_bytes=graph.resident_bytes,
+        stages=nodes,
+    )
+    return summary, schedule
+
+
+def solution_file(summary: SolutionSummary, graph: Graph, schedule: GraphSchedule) -> dict[str, Any]:
+    """What ``solve -o`` writes for a graph: the summary, and the actions by the names of their nodes."""
+    file_format = {"format": GRAPH_SOLUTION_FORMAT, "version": GRAPH_SOLUTION_VERSION}
+    return {**file_format, **summary.to_document(), "actions": schedule.to_list(graph)}

@@ -17,9 +17,9 @@ from planner.cli.chain_solutions import (
     solved_chain,
 )
 from planner.cli.documents import measured_document, profile_document
-from planner.cli.graph_solutions import (
-    SOLUTION_FORMAT as GRAPH_SOLUTION_FORMAT,
-    SOLUTION_VERSION as GRAPH_SOLUTION_VERSION,
+from planner.cli.problem_solving import (
+    GRAPH_SOLUTION_FORMAT,
+    GRAPH_SOLUTION_VERSION,
 )
 from planner.cli.shell import check_folder, note, say_written, show, show_json, working
 from planner.cli.solution_summary import summary_from, summary_of_plan

@@ -100,7 +100,7 @@ def solve_command(
     """
     from planner.cli import problem_solving
     from planner.cli.solution_summary import summary_of_plan
-    from planner.cli.tables import solution_report
+    from planner.cli.tables import solution_report, verification_report
     from planner.plans import problem_files
     from planner.plans.refusals import NoPlan
     from planner.plans.rules import Rules
@@ -159,10 +159,6 @@ def solve_command(
     else:
         show(solution_report(summary))
         if verified is not None:
-            from planner.training.verification_tables import (
-                verification_report,  # With torch, which files alone do without.
-            )
-
             show("", verification_report(verified))
     say_written(output)
     if output is None and not as_json and not summary.interrupted:
@@ -185,7 +181,7 @@ def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | 
 
 
 def _rounds(verified: Verification) -> dict[str, Any]:
-    from planner.training.verification_tables import round_document
+    from planner.cli.documents import round_document
 
     return {"verified": [round_document(each) for each in verified.rounds]}
 

@@ -20,6 +20,7 @@ from profiler.records import LeftOutRecord, OpRecord, PiecesRecord, Profile, Sta
 
 if TYPE_CHECKING:
     from planner.training.training import TrainingRun
+    from planner.training.verification import Correction, Verification
 
 _COLOURS = {"keep": "green", "selective": "cyan", "offload": "blue", "recompute": "yellow", "segment": "magenta"}
 _MEANINGS = {
@@ -376,3 +377,27 @@ def _share(part: int, whole: int) -> str:
 def _percent(part: float) -> str:
     """One digit behind the point, more where a small part needs them."""
     return f"{part:.1%}" if part >= 0.001 else f"{100 * part:.2g}%"
+
+
+def verification_report(verified: Verification) -> RenderableType:
+    """Every round's slowdown as predicted, measured and corrected, and the corrections below."""
+    table = plain_table("Held against its own run", ["plan"], ["predicted", "measured", "corrected", "corrections"])
+    lines = []
+    for number, each in enumerate(verified.rounds, start=1):
+        table.add_row(
+            f"{number}, used" if each.plan.schedule == verified.plan.schedule else str(number),
+            f"{each.plan.slowdown:.3f} x",
+            f"{each.measured_slowdown:.3f} x",
+            f"{each.corrected_slowdown:.3f} x",
+            str(len(each.corrections)),
+        )
+        lines += [(f"plan {number}", _correction_in_words(correction)) for correction in each.corrections]
+    return Group(table, facts(lines)) if lines else table
+
+
+def _correction_in_words(correction: Correction) -> str:
+    what = correction.option or "run again whole"
+    return (
+        f"{correction.stages[0]} ({counted(len(correction.stages), 'stage')}), {what}: predicted "
+        f"{format_seconds(correction.predicted_seconds)} more, measured {format_seconds(correction.measured_seconds)}"
+    )

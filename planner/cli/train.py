@@ -27,8 +27,7 @@ from planner.cli.shell import (
     working,
 )
 from planner.distributed.rank_failures import RankError
-from planner.distributed.rank_workloads import sharded_together
-from planner.distributed.sharding import Engine
+from planner.distributed.sharding import Engine, sharded_together
 from planner.distributed.solving import solve
 from planner.explain.tables import losses_in_short
 from planner.plans.plan import Plan, chain_in

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from planner.distributed.alike_steps import check_alike
+from planner.distributed.ranks import current_ranks
 from profiler.workload.optimizers import with_inner
 from profiler.workload.sharded_units import states_in
 from profiler.workload.workload import Workload, varied
@@ -122,3 +124,26 @@ def sharded(workload: Workload, engine: Engine) -> Workload:
         for group in optimizer.param_groups:  # The list stays the same object: some optimizers hold it themselves.
             group["params"][:] = [after[before[id(p)]] if id(p) in before else p for p in group["params"]]
     return varied(workload, model=model)
+
+
+def sharded_together(workload: Workload, engine: Engine) -> Workload:
+    """The workload wrapped as ``sharded`` does it, on every rank of the default process group.
+
+    Args:
+        workload: this rank's, with a batch of its own and a model that may have been drawn from any seed: parameters
+            and buffers become the first rank's. Not to be used any more.
+        engine: ``"ddp"`` or ``"fsdp2"``.
+
+    Raises:
+        RankError: ranks have different models or shapes of batches, or it failed on one of them.
+        ValueError: as ``sharded``.
+    """
+    ranks = current_ranks()
+    if ranks is None:
+        return sharded(workload, engine)
+    with ranks.together("shard"):
+        check_alike(ranks, "shard", workload)
+        if engine == "fsdp2":  # DistributedDataParallel does so by itself.
+            for tensor in (*workload.model.parameters(), *workload.model.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+        return sharded(workload, engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed
@@ -10,14 +10,13 @@ from torch import nn
 
 from planner.distributed.collective import apply, profile
 from planner.distributed.solving import solve
-from planner.integrations.batch_signatures import BatchSignatures
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
 from planner.plans.refusals import NoPlan
 from planner.plans.solving import Numerics, check_numerics
 from planner.runtime.applier import Handle
 from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
-from planner.training.input_signatures import Signature
+from planner.training.input_signatures import Signature, signature_of
 from planner.training.verification import can_verify, verify as verified
 from planner.units import check_size, format_bytes, parse_bytes
 from profiler.caller_warnings import warn_caller
@@ -92,7 +91,7 @@ class BudgetedTraining:
         self.numerics: Numerics = numerics
         self.handle: Handle | None = None
         self.plan: Plan | None = None
-        self._signatures = BatchSignatures()
+        self._signatures = _BatchSignatures()
         self._now: _Planned | None = None
         self._state: Hashable = None
         self._known: dict[Hashable, _Planned] = {}
@@ -254,3 +253,22 @@ def state_of(model: nn.Module, optimizers: Optimizers) -> Hashable:
         of_part = () if module is model else (module.training == model.training, *zeros)
         modules.append((id(module), of_part, *parameters))
     return tuple(modules)
+
+
+class _BatchSignatures:
+    """Reads the signature of a call of the model off the batch under way, whatever the step makes of it for the model.
+
+    Attributes:
+        now: of the batch under way.
+    """
+
+    def __init__(self) -> None:
+        self.now = signature_of({})
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        """The signature of any call while that batch is under way."""
+        return self.now
+
+    def of_batch(self, inputs: Any) -> Signature:
+        """The signature of a batch."""
+        return signature_of({"batch": inputs})

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.explain.peak import Peak, predicted_moments
+from planner.explain.peak import Peak, PeakPart, predicted_moments
 from planner.explain.peak_report import PeakRow, peak_rows, peak_title
 from planner.explain.tables import losses_in_short
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of
 from planner.plans.plan import Plan, chain_in, pieces_in_words
-from planner.report.alive_history import AliveHistory, history_of
+from planner.plans.solving import OFFLOAD_ONLY, schedule_fields
 from planner.report.decisions import DecisionRow, OpTable, decision_rows, op_tables
 from planner.report.levers import LeverRow, lever_rows
-from planner.report.plan_curve import plans_of_curve
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
+from profiler.op_graph import kind_of
+from solvers import Problem, Solution, frontier
 from solvers.chain import baselines
+
+CURVE_POINTS = 40  # more are not told apart in a picture
 
 _LITTLE = 0.005  # of the unplanned step: said as no time
 _PEAK_NAMES = ("with the plan", "without the plan", "measured with the plan")
@@ -227,3 +230,74 @@ def _measured_facts(measured: MeasuredRun) -> list[tuple[str, str]]:
     if measured.losses:
         rows.append(("Losses", losses_in_short(measured.losses)))
     return rows
+
+
+def plans_of_curve(plan: Plan) -> list[Plan]:
+    """Plans that no other one of their method beats, each with its own peak as its budget.
+
+    They are solved for over the plan's link, ``rotor``'s where it has none; what was stated by hand does not bind them.
+    A plan for several micro-batches under way, of which each budget has its own problem, has no curve.
+    """
+    if plan.beside:
+        return []
+    chain = chain_in(plan)
+    seconds_outside_chain = plan.seconds_outside(chain)
+    solver = OFFLOAD_ONLY if plan.offload_only else "rotor" if plan.link is None else "auto"
+    plans = []
+    for solution in _thinned(frontier(chain, solver, link=plan.link)):
+        assert solution.peak_bytes is not None
+        problem = Problem(chain=chain, budget_bytes=solution.peak_bytes, link=plan.link)
+        fields = schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
+        plans.append(replace(plan, budget_bytes=solution.peak_bytes, headroom_bytes=0, stated=(), **fields))
+    return plans
+
+
+def _thinned(items: Sequence[Solution]) -> list[Solution]:
+    """At most ``CURVE_POINTS`` of them, the first and the last included."""
+    if len(items) <= CURVE_POINTS:
+        return [*items]
+    return [items[round(k * (len(items) - 1) / (CURVE_POINTS - 1))] for k in range(CURVE_POINTS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliveHistory:
+    """The things alive in each action of a step.
+
+    Attributes:
+        labels: of each thing what it is there for, the op that made it, and the module that called that.
+        changes: per action the things whose bytes differ from those in the action before: position of the label, and
+            bytes, 0 for what is gone.
+    """
+
+    labels: tuple[tuple[str, str, str], ...]
+    changes: tuple[tuple[tuple[int, int], ...], ...]
+
+    def at(self, action: int) -> dict[tuple[str, str, str], int]:
+        """Bytes alive in an action, by label."""
+        sizes: dict[int, int] = {}
+        for changes in self.changes[: action + 1]:
+            sizes.update(changes)
+        return {self.labels[number]: size for number, size in sizes.items() if size}
+
+
+def history_of(moments: Iterable[Peak]) -> AliveHistory:
+    """The history of a step whose actions are explained one by one."""
+    numbers: dict[tuple[str, str, str], int] = {}
+    before: dict[int, int] = {}
+    changes = []
+    for moment in moments:
+        now: dict[int, int] = {}
+        for part in moment.parts:
+            number = numbers.setdefault(_label(part), len(numbers))
+            now[number] = now.get(number, 0) + part.size_bytes
+        names = dict.fromkeys([*before, *now])
+        changed = [(k, now.get(k, 0)) for k in names if now.get(k, 0) != before.get(k, 0)]
+        changes.append(tuple(changed))
+        before = now
+    return AliveHistory(labels=tuple(numbers), changes=tuple(changes))
+
+
+def _label(part: PeakPart) -> tuple[str, str, str]:
+    module = ".".join(name for name in (part.stage, part.module) if name)
+    kind = kind_of(part.op)
+    return part.what, kind, "" if module == kind else module  # An op outside of all modules stands for its own.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from profiler.tensors.local_tensors import local_part
 from profiler.tensors.storages import distinct_bytes
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
-from profiler.trace.value_sized import in_words
 from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.steps import held_by_loop, optimizer_state_bytes
 from profiler.workload.workload import Workload
@@ -35,7 +34,7 @@ def what_is_unsteady(
     """
     changing = _changing(trace, workload.model)
     return (
-        *in_words(op for op in _value_ops(trace, stages) if _may_change(op, trace, changing)),
+        *_in_words(op for op in _value_ops(trace, stages) if _may_change(op, trace, changing)),
         *_steps(varied),
         *_gradients(trace),
         *_hooks(workload),
@@ -51,7 +50,9 @@ def what_follows_the_batch(workload: Workload, trace: Trace, stages: Sequence[Ch
     """
     changing, batch = _changing(trace, workload.model), _from_batch(trace, workload.model)
     return tuple(
-        in_words(op for op in _value_ops(trace, stages) if not _may_change(op, trace, changing) and op.deciding & batch)
+        _in_words(
+            op for op in _value_ops(trace, stages) if not _may_change(op, trace, changing) and op.deciding & batch
+        )
     )
 
 
@@ -161,3 +162,22 @@ def _loop(workload: Workload, first_bytes: int) -> Iterator[str]:
         )
     if workload.own is not None and (grown := distinct_bytes(held_by_loop(workload)) - first_bytes) > 0:
         yield f"what the loop holds grows from step to step: by {grown} bytes in the steps that were measured"
+
+
+def _in_words(ops: Iterable[ValueOp]) -> list[str]:
+    """One line for each kind of op, with the modules in which it ran."""
+    modules: dict[str, list[str]] = {}
+    for name, module in dict.fromkeys((op.name, op.module) for op in ops):
+        modules.setdefault(name, []).append(module)
+    return [f"{_what(name)} in {_places(inside)}: its bytes depend on values" for name, inside in modules.items()]
+
+
+def _what(name: str) -> str:
+    return "a value by which Python may branch" if name == "aten._local_scalar_dense" else name.removeprefix("aten.")
+
+
+def _places(modules: Sequence[str]) -> str:
+    named = [module for module in modules if module] or [""]  # In backward nobody knows the module.
+    first = repr(named[0]) if named[0] else "the model"
+    more = len(named) - 1
+    return f"{first} and {more} other module{'s' if more > 1 else ''}" if more else first

@@ -20,22 +20,25 @@ from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
 from profiler.tensors.local_tensors import COLLECTIVES, any_distributed
 from profiler.tensors.storages import ShownElements, StorageTable, has_storage
-from profiler.tensors.tensor_parts import sizes_of
-from profiler.tensors.tensor_trees import opaque_holder, tensors_in
-from profiler.trace.call_changes import CallChanges
+from profiler.tensors.tensor_memory import same_values
+from profiler.tensors.tensor_parts import is_dense, sizes_of
+from profiler.tensors.tensor_trees import objects_in, opaque_holder, tensors_in
 from profiler.trace.drawn_values import lists_noted
-from profiler.trace.hidden_tensors import note_hidden
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
-from profiler.trace.value_sized import deciding_tensors, is_branch
-from profiler.workload.autograd_nodes import next_node
+from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.reachable import tensors_held
 from profiler.workload.sharded_units import SHARDING, unsharded_tensors
+from profiler.workload.snapshot import RandomState
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 from profiler.workload.wrapped_models import named_modules
 
 leave_uncompiled(__name__)
+
+# A Taylor series of a degree that is chosen by the matrix's norm.
+_BY_NORM = ("aten::linalg_matrix_exp",)
+_MASKS = (torch.bool, torch.uint8)
 
 
 def trace_step(workload: Workload) -> Trace:
@@ -155,7 +158,7 @@ class StepRecorder(TorchDispatchMode):
         self.paused = phase not in ("forward", "backward")
         if phase == "backward":
             if loss is not None:
-                note_hidden(self.trace, loss)
+                _note_hidden(self.trace, loss)
             self.begin_backward()
         elif self.side == "backward" and not self.trace.sparse_gradients:
             self.trace.sparse_gradients = [
@@ -226,7 +229,7 @@ class StepRecorder(TorchDispatchMode):
         finally:
             self.paused = before
 
-    def _enter(self, name: str, module: nn.Module, arguments: Any) -> tuple[Call, CallChanges]:
+    def _enter(self, name: str, module: nn.Module, arguments: Any) -> tuple[Call, _CallChanges]:
         tensors = tensors_in(arguments)
         call = Call(
             name=name,
@@ -242,9 +245,9 @@ class StepRecorder(TorchDispatchMode):
         self._open.append(len(self.trace.calls))
         self.trace.calls.append(call)
         call.opaque = opaque_holder(arguments)
-        return call, CallChanges(module, arguments, self._persistent)
+        return call, _CallChanges(module, arguments, self._persistent)
 
-    def _leave(self, call: Call, changes: CallChanges, output: Any) -> None:
+    def _leave(self, call: Call, changes: _CallChanges, output: Any) -> None:
         call.end_op, call.end_save = len(self.trace.ops), len(self.trace.saves)
         call.end_node = next_node()
         call.outputs = [self._leaf(t) for t in tensors_in(output)]
@@ -338,8 +341,8 @@ class StepRecorder(TorchDispatchMode):
 
     def note_values(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember an op by whose values bytes differ."""
-        if deciding := deciding_tensors(op, args, kwargs):
-            self._note_deciding(str(op.overloadpacket), deciding, is_branch(op))
+        if deciding := _deciding_tensors(op, args, kwargs):
+            self._note_deciding(str(op.overloadpacket), deciding, _is_branch(op))
 
     def note_list(self, tensor: Tensor) -> None:
         """Remember a tensor by whose values Python may divide others, as a mixture of experts does."""
@@ -394,3 +397,90 @@ def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     end.record(torch.cuda.current_stream(device))
     end.synchronize()
     return start.elapsed_time(end) / 1000.0, output
+
+
+def _note_hidden(trace: Trace, loss: Tensor) -> None:
+    """Note with each call which function keeps tensors that were made in it where no saved-tensor hook sees them.
+
+    They are attributes of its context, as in bitsandbytes' 8-bit layers.
+
+    Args:
+        trace: of the forward.
+        loss: with its graph; backward has not begun.
+    """
+    for node in graph_nodes(loss):
+        hidden = trace.storages.numbers(tensors_in(getattr(node, "__dict__", {}))) - trace.always_alive
+        if not hidden:
+            continue
+        number, function = node._sequence_nr(), type(node).__name__.removesuffix("Backward")
+        for call in trace.calls:
+            if call.first_node <= number < call.end_node and hidden - call.input_storages:
+                call.hides = function
+                call.hidden |= hidden - call.input_storages
+
+
+class _CallChanges:
+    """What a call changes besides its output: its inputs, random generators, buffers and parameters."""
+
+    def __init__(self, module: nn.Module, arguments: Any, persistent: list[Tensor]) -> None:
+        self._module = module
+        self.arguments = arguments
+        self.inputs = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
+        self._objects = [(value, tensors_in(value)) for value in objects_in(arguments)]
+        self.random = RandomState.capture()
+        self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers()}
+        of_module = {id(buffer) for buffer, _ in self._buffers.values()}
+        self._others = [(tensor, tensor._version) for tensor in persistent if id(tensor) not in of_module]
+
+    def inputs_changed(self) -> bool:
+        """Whether an input was changed in place."""
+        return _were_changed(self.inputs)
+
+    def filled(self, output: Any) -> str:
+        """Class of an object in its inputs that has tensors now that it had not, and that are not in the output."""
+        returned = {id(tensor) for tensor in tensors_in(output)}
+        for value, before in self._objects:
+            if {id(tensor) for tensor in tensors_in(value)} - {id(tensor) for tensor in before} - returned:
+                return type(value).__name__
+        return ""
+
+    def changed_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that are others now, or hold something else."""
+        now = dict(self._module.named_buffers())
+        return tuple(
+            name
+            for name, (buffer, value) in self._buffers.items()
+            if now.get(name) is not buffer or not same_values(buffer, value)
+        )
+
+    def side_effect(self) -> str:
+        """What else it changed that a second run would change again; empty for nothing."""
+        if _were_changed(self._others):
+            return "it changes a parameter, or a buffer of another module"
+        if any(not is_dense(self._buffers[name][0]) for name in self.changed_buffers()):
+            return "it changes a buffer that is sparse, nested or quantized"
+        if self.random.host_differs():
+            return "it draws from Python's or numpy's random generator"
+        return ""
+
+
+def _were_changed(tensors: list[tuple[Tensor, int]]) -> bool:
+    return any(tensor._version != version for tensor, version in tensors)
+
+
+def _deciding_tensors(op: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+    """The tensors whose values decide how many bytes an op takes, or which way Python goes; none where shapes do."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return []
+    if op._schema.name in _BY_NORM or _is_branch(op):
+        return tensors_in([args, kwargs])
+    if torch.Tag.dynamic_output_shape not in op.tags:
+        return []
+    if op._schema.name == "aten::index":  # The tag stands for masks; with positions the result has their shape.
+        return [tensor for tensor in tensors_in([args[1:], kwargs]) if tensor.dtype in _MASKS]
+    return tensors_in([args, kwargs])
+
+
+def _is_branch(op: Any) -> bool:
+    """Whether an op hands a value to Python, which may go another way with another one."""
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.data_dependent_output in op.tags

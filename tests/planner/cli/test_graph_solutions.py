@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import planner
-from planner.cli import graph_solutions
+from planner.cli import problem_solving
 from planner.plans.pareto_curves import COLUMNS
 from solvers.problem.examples import training_graph
 from tests.support.command_line import SOLVE_KEYS, done, refused, run
@@ -104,14 +104,14 @@ def test_nothing_found_and_nothing_ruled_out_is_no_proof(deep):
 def test_nothing_found_is_a_value_error_of_its_own():
     graph = training_graph(8)
     with pytest.raises(planner.NothingFound) as caught:
-        graph_solutions.solve_graph_problem(graph, "5", solver="keep_all", time_limit_seconds=None, gap=None)
+        problem_solving.solve_graph_problem(graph, "5", solver="keep_all", time_limit_seconds=None, gap=None)
     assert isinstance(caught.value, ValueError) and not isinstance(caught.value, planner.Infeasible)
     assert caught.value.budget_bytes == 5
 
 
 def test_an_interrupted_search_gives_its_best_plan(step, tmp_path, monkeypatch):
-    solve = graph_solutions.solve_graph
-    monkeypatch.setattr(graph_solutions, "solve_graph", lambda *a: dataclasses.replace(solve(*a), interrupted=True))
+    solve = problem_solving.solve_graph
+    monkeypatch.setattr(problem_solving, "solve_graph", lambda *a: dataclasses.replace(solve(*a), interrupted=True))
     result = run("solve", step, "--budget", "75%", "--json", "-o", tmp_path / "plan.json", "--keep-best")
     assert result.exit_code == 130 and "interrupted: best plan so far" in result.stderr
     assert json.loads(result.stdout)["interrupted"] is True
@@ -120,8 +120,8 @@ def test_an_interrupted_search_gives_its_best_plan(step, tmp_path, monkeypatch):
 
 def test_the_gap_reaches_the_search_of_a_graph_and_is_refused_elsewhere(step, files, monkeypatch):
     given = []
-    solve = graph_solutions.solve_graph
-    monkeypatch.setattr(graph_solutions, "solve_graph", lambda *a: given.append(a[2:]) or solve(*a))
+    solve = problem_solving.solve_graph
+    monkeypatch.setattr(problem_solving, "solve_graph", lambda *a: given.append(a[2:]) or solve(*a))
     done("solve", step, "--budget", "75%", "--gap", "0.05", "--time-limit", "3")
     assert given == [(3.0, 0.05)]
     assert "from 0 to below 1" in refused("solve", step, "--budget", "75%", "--gap", "1")

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks.rank_processes import values_of_ranks
-from planner.distributed.rank_workloads import sharded_together
+from planner.distributed.sharding import sharded_together
 from planner.zoo import build
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import planner
-from planner.report.plan_curve import POINTS, plans_of_curve
+from planner.report.plan_report import CURVE_POINTS, plans_of_curve
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def plan(files) -> planner.Plan:
 
 def test_each_plan_of_a_chain_is_what_solving_for_its_peak_gives(plan, files):
     plans = plans_of_curve(plan)
-    assert 2 < len(plans) <= POINTS
+    assert 2 < len(plans) <= CURVE_POINTS
     profile = planner.Profile.load(files / "profile.json")
     for each in (plans[0], plans[len(plans) // 2], plans[-1]):
         solved = planner.solve(profile, each.predicted_peak_bytes, solver="rotor", offload="never")

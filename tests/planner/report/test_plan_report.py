@@ -9,9 +9,8 @@ import pytest
 import planner
 from planner.explain.peak import Peak, PeakPart
 from planner.explain.timeline import Timeline
-from planner.report.alive_history import history_of
 from planner.report.decisions import op_tables
-from planner.report.plan_report import MeasuredRun, report_of_plan
+from planner.report.plan_report import MeasuredRun, history_of, report_of_plan
 
 
 @pytest.fixture(scope="module")
