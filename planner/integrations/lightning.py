@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from planner.integrations.budgeted_training import BudgetedTraining
@@ -11,19 +16,19 @@ from planner.integrations.optional_packages import require
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.solving import Numerics
 from planner.units import format_bytes
+from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
 
 require("lightning", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
+from lightning.pytorch.profilers import PassThroughProfiler  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy  # noqa: E402
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 
-from planner.integrations.lightning_networks import trained_network  # noqa: E402
-from planner.integrations.lightning_step import LightningStep  # noqa: E402
-from planner.integrations.training_step_module import TrainingStepModule  # noqa: E402
-
+_PARTS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")  # of a module, by attribute
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
 
@@ -88,11 +93,11 @@ class MemoryBudgetCallback(Callback):
         """See that there is a plan for the batch."""
         if self._planned is None:
             _check(trainer, pl_module)
-            self._planned = self._part_to_plan(trainer, pl_module, LightningStep(trainer, batch, batch_idx))
+            self._planned = self._part_to_plan(trainer, pl_module, _LightningStep(trainer, batch, batch_idx))
         planned = self._planned
 
         def workload(inputs: Any) -> Workload:
-            step = LightningStep(trainer, inputs, batch_idx)
+            step = _LightningStep(trainer, inputs, batch_idx)
             return Workload(model=planned, inputs=_as_inputs(inputs), step=step, optimizer=trainer.optimizers)
 
         self.training.begin_batch(batch)
@@ -118,7 +123,7 @@ class MemoryBudgetCallback(Callback):
             self._planned.remove()
         self._planned = None
 
-    def _part_to_plan(self, trainer: Trainer, owner: LightningModule, step: LightningStep) -> nn.Module:
+    def _part_to_plan(self, trainer: Trainer, owner: LightningModule, step: _LightningStep) -> nn.Module:
         if self._network is not None:
             return _named(owner, self._network)
         if owner.automatic_optimization:
@@ -126,7 +131,7 @@ class MemoryBudgetCallback(Callback):
             module.install()
             return module
         redirected = trainer.strategy.model is not owner
-        return trained_network(owner, step, trainer.optimizers, redirected=redirected)
+        return _trained_network(owner, step, trainer.optimizers, redirected=redirected)
 
     def _say(self, trainer: Trainer) -> None:
         facts = self.training.facts()
@@ -173,3 +178,168 @@ def _check(trainer: Trainer, owner: LightningModule) -> None:
             "MemoryBudgetCallback: expected training_step to take a batch, got one that takes dataloader_iter, whose "
             "batches nobody can put back; let it take the batch"
         )
+
+
+class _LightningStep:
+    """Runs the loop's own optimization on a batch: ``training_step``, backward, clipping, the optimizers' steps.
+
+    Where gradients are accumulated two micro-batches are enough: the first one clears gradients, the last one steps,
+    and those between do less.
+
+    Args:
+        trainer: in training, as a batch starts.
+        batch: on the device.
+        index: of the batch.
+    """
+
+    def __init__(self, trainer: Any, batch: Any, index: int) -> None:
+        self._trainer = trainer
+        self._loop = trainer.fit_loop.epoch_loop  # What it counts is found near, and put back.
+        self._batch = batch
+        every = trainer.accumulate_grad_batches
+        ready = self._loop.batch_progress.current.ready
+        # Of each micro-batch its index, and how many there are by then: the loop reads off them what it is to do.
+        alone = every == 1 or trainer.num_training_batches == 1
+        self._micro_batches = [(index, ready)] if alone else [(0, 1), (1, every)]
+
+    def __call__(self) -> Any:
+        """The loss, without its graph; None where the step returns none."""
+        output = None
+        with _unseen(self._trainer):
+            for index, ready in self._micro_batches:
+                self._loop.batch_progress.current.ready = ready
+                output = self._optimize(self._loop._build_kwargs(OrderedDict(), self._batch, index), index)
+        return output.get("loss") if output else None
+
+    def _optimize(self, arguments: OrderedDict[str, Any], index: int) -> Any:
+        if self._trainer.lightning_module.automatic_optimization:
+            return self._loop.automatic_optimization.run(self._trainer.optimizers[0], index, arguments)
+        return self._loop.manual_optimization.run(arguments)
+
+
+@contextmanager
+def _unseen(trainer: Any) -> Iterator[None]:
+    """What a step writes to loggers and to Lightning's profiler goes nowhere, as while it looks for a batch size."""
+    loggers, profiler = trainer.loggers, trainer.profiler
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.profiler = PassThroughProfiler()
+    try:
+        yield
+    finally:
+        trainer.loggers, trainer.profiler = loggers, profiler
+
+
+class TrainingStepModule(nn.Module):
+    """Has the parameters and modules of another one under the same names, and its ``training_step`` as forward.
+
+    A ``training_step`` calls one network or several and computes the loss: all of it is what a plan is made for. The
+    owner's own ``forward`` may not be called at all, and under DDP it is redirected at every step.
+
+    Args:
+        owner: whose training step it is. Once this is installed, ``owner.training_step`` calls it.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        vars(self).update({name: vars(owner)[name] for name in _PARTS})
+        self._around = (owner,)  # In a tuple it is no part of this.
+        self._plain: Any = owner.training_step
+        self._installed: Any = None
+
+    @property
+    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As of the owner, which is what is switched between training and evaluation."""
+        around = vars(self).get("_around")
+        return around[0].training if around else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set by ``nn.Module`` for each module; the owner's own says it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The owner's training step."""
+        return self._plain(*args, **kwargs)
+
+    def install(self) -> None:
+        """Calls of ``owner.training_step`` come here from now on; those of copies of the owner do not."""
+        (owner,), plain = self._around, self._plain
+
+        def training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is not owner:
+                return type(module).training_step(module, *args, **kwargs)
+            return self(*args, **kwargs)
+
+        training_step.__wrapped__ = getattr(plain, "__func__", plain)  # pyright: ignore[reportFunctionMemberAccess]
+        self._installed = vars(owner)["training_step"] = types.MethodType(training_step, owner)
+
+    def remove(self) -> None:
+        """Put the owner's own training step back; calling it again does nothing."""
+        (owner,) = self._around
+        if self._installed is not None and vars(owner).get("training_step") is self._installed:
+            del vars(owner)["training_step"]
+        self._installed = None
+
+
+def _trained_network(owner: nn.Module, step: Callable[[], Any], optimizers: Any, *, redirected: bool) -> nn.Module:
+    """The one network that a step calls: the owner itself, where it calls its forward, or a module in it.
+
+    Runs the step once; whatever it changes is put back.
+
+    Args:
+        owner: the LightningModule.
+        step: its training step, with backward and the optimizers' steps.
+        optimizers: that it uses.
+        redirected: whether the step itself runs within a call of the owner, as under DDP.
+
+    Raises:
+        ValueError: the step calls none, or several; names them.
+    """
+    calls = _Calls(owner, 1 if redirected else 0)
+    workload = Workload(model=owner, step=step, optimizer=optimizers)
+    with preserved(workload):
+        hooks = [hook for name, module in owner.named_modules() for hook in calls.watch(name, module)]
+        try:
+            step()
+        finally:
+            for hook in hooks:
+                hook.remove()
+    if calls.names and not calls.outside:
+        return owner
+    if len(calls.names) == 1:
+        return owner.get_submodule(next(iter(calls.names)))
+    got = " and ".join(map(repr, calls.names)) or "none"
+    raise ValueError(
+        f"MemoryBudgetCallback: expected a manual optimization that trains one network, got {got} in a "
+        f"{type(owner).__name__}; name the one to plan, which runs once for each backward: "
+        f"MemoryBudgetCallback(..., network={next(iter(calls.names), 'NAME')!r})"
+    )
+
+
+class _Calls:
+    """The outermost calls of modules in which gradients flow."""
+
+    def __init__(self, owner: nn.Module, around: int) -> None:
+        self._owner = owner
+        self._around = around  # calls of the owner that are none of its forward
+        self._owner_depth = self._depth = 0
+        self.names: dict[str, None] = {}
+        self.outside = False
+
+    def watch(self, name: str, module: nn.Module) -> list[Any]:
+        def begins(*_: Any) -> None:
+            if module is self._owner:
+                self._owner_depth += 1
+                return
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+            if not self._depth and torch.is_grad_enabled() and module.training and trains:
+                self.names[name] = None
+                self.outside |= self._owner_depth <= self._around
+            self._depth += 1
+
+        def ends(*_: Any) -> None:
+            if module is self._owner:
+                self._owner_depth -= 1
+            else:
+                self._depth -= 1
+
+        return [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, always_call=True)]

@@ -28,9 +28,8 @@ from profiler.records import (
 )
 from profiler.tensors.local_tensors import COLLECTIVES
 from profiler.tensors.storages import distinct_bytes
-from profiler.trace.alike_stages import alike
 from profiler.trace.obstacles import remedy_for, why_not_recomputable
-from profiler.trace.partition import ChosenStage
+from profiler.trace.partition import ChosenStage, alike
 from profiler.trace.stage_names import name_outside, parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled

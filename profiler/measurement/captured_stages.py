@@ -23,9 +23,8 @@ from profiler.measurement.stage_probe import FirstRun
 from profiler.step_graph import StepGraph
 from profiler.step_replay import StepRuns
 from profiler.tensors.tensor_trees import in_new_containers, tensors_in
-from profiler.trace.alike_stages import HOOKS_OF_CALLS
 from profiler.trace.obstacles import why_not_recomputable
-from profiler.trace.partition import ChosenStage
+from profiler.trace.partition import HOOKS_OF_CALLS, ChosenStage
 from profiler.trace.step_record import Call, Trace
 from profiler.workload.sharded_units import casts_as_unit
 

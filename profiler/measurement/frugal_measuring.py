@@ -18,8 +18,7 @@ from profiler.measurement.stage_probe import FirstRun, StageProbe
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.records import MenuRecord, ResidentBytes
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.trace.alike_stages import alike
-from profiler.trace.partition import ChosenStage, Stages, choose_stages
+from profiler.trace.partition import ChosenStage, Stages, alike, choose_stages
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import StepRecorder, trace_forward
 from profiler.workload.snapshot import RandomState

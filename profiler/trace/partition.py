@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -25,6 +25,7 @@ Stages = Sequence[StagePattern] | Literal["whole"] | None
 COARSER_WITHIN = 1.25
 # The same for parts that are put together in one stage, which need not take all of that memory at once.
 TOGETHER_WITHIN = 2.0
+HOOKS_OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class StagesError(ValueError):
@@ -319,3 +320,35 @@ def _exclusive(trace: Trace, calls: Sequence[Call], k: int, links: tuple[tuple[i
     before, after = calls[k - 1], calls[k]
     saved_elsewhere = trace.saved(0, before.first_save) | trace.saved(after.end_save, len(trace.saves))
     return frozenset(linked - trace.always_alive - needed_elsewhere - saved_elsewhere)
+
+
+def alike(stages: Sequence[ChosenStage]) -> list[int]:
+    """A number for each stage; equal where structure, shapes and hooks are equal."""
+    numbers: dict[Any, int] = {}
+    kinds = []
+    for stage in stages:
+        call = stage.call
+        key = (
+            type(call.module),
+            tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in call.module.named_parameters()),
+            tuple((leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in call.inputs),
+            call.end_op - call.first_op,
+            call.end_save - call.first_save,
+            call.draws_random,
+            _hooks_of(call.module),
+        )
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return kinds
+
+
+def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
+    """Which hooks run with a call: on which module in it, or for the gradient of which parameter."""
+    on_modules = [
+        (name, kind, getattr(hook, "__qualname__", type(hook).__name__))
+        for name, inner in module.named_modules()
+        for kind in HOOKS_OF_CALLS
+        for hook in getattr(inner, kind).values()
+    ]
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    on_parameters = [(name, kind, "") for name, p in module.named_parameters() for kind in kinds if getattr(p, kind)]
+    return (*on_modules, *on_parameters)

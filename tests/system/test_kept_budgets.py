@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
 import planner
-from profiler.trace.alike_stages import alike
-from profiler.trace.partition import choose_stages
+from profiler.trace.partition import alike, choose_stages
 from profiler.trace.step_trace import trace_step
 from tests.support.exactness import budgets
 from tests.support.step_peaks import peaks_of_steps

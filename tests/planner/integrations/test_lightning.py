@@ -15,8 +15,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 
 import planner
-from planner.integrations.lightning import MemoryBudgetCallback
-from planner.integrations.training_step_module import TrainingStepModule
+from planner.integrations.lightning import MemoryBudgetCallback, TrainingStepModule
 from tests.support.exactness import assert_same
 from tests.support.lightning_fits import (
     BATCH_BYTES,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from profiler.measurement.meter import NoMeter
 from profiler.measurement.stage_probe import FirstRun, StageProbe
 from profiler.measurement.stage_reruns import STORES, EscapedTensors, RerunsAtOnce, RerunTimes, rerun_stages
-from profiler.trace.alike_stages import alike
-from profiler.trace.partition import choose_stages
+from profiler.trace.partition import alike, choose_stages
 from profiler.trace.step_trace import trace_step
 from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
