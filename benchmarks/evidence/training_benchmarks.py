@@ -127,7 +127,7 @@ PREDICTED = Topic(
             quick="--count 8",
             minutes=30,
             tables=(
-                Table(name="pieces-fuzz", what="generated steps in pieces, four budgets each", says=says.pieces_fuzz),
+                Table(name="pieces-fuzz", what="generated steps in pieces, eight budgets each", says=says.pieces_fuzz),
             ),
         ),
         Benchmark(
