@@ -26,7 +26,16 @@ from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.workload import Workload
 
 WIDTH = 32
-SHARES = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0)  # of the way from the smallest budget in pieces to the unplanned peak
+SHARES = (
+    0.0,
+    0.05,
+    0.1,
+    0.2,
+    0.35,
+    0.5,
+    0.7,
+    1.0,
+)  # from the smallest budget in pieces to the unplanned peak
 # Gradients of a step in pieces may be so many times as far from double precision as the plain step's, or as rounding.
 _FARTHER, _ROUNDINGS = 2.0, 64
 

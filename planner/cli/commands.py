@@ -14,7 +14,6 @@ import typer
 
 from planner import __version__
 from planner.cli.advise import advise_command
-from planner.cli.fit import fit_command
 from planner.cli.max_batch import max_batch_command
 from planner.cli.options import (
     COMPARE_SECONDS,
@@ -24,6 +23,7 @@ from planner.cli.options import (
     BudgetText,
     Device,
     DevicesPerLink,
+    HeadroomText,
     HostMemoryOption,
     LinkGbps,
     Measure,
@@ -42,7 +42,7 @@ from planner.cli.options import (
     time_limit_callback,
 )
 from planner.cli.profiling import profile_command
-from planner.cli.report import check_report, report_command, write_result
+from planner.cli.report import check_report, write_result
 from planner.cli.several_ranks import ShardOption, engine_named, on_ranks, workload_of
 from planner.cli.shell import (
     ManyValues,
@@ -171,6 +171,7 @@ def train_command(
             help="How the programs of captured stages run: op by op, or compiled by Inductor.",
         ),
     ] = "eager",
+    headroom: HeadroomText = None,
     allow_rounding: AllowRounding = False,
     settings: Settings = None,
     device: Device = None,
@@ -189,7 +190,7 @@ def train_command(
     snapshot: SnapshotFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train under a plan and hold what it predicts against what is measured.
+    """Train under a plan, or profile and solve for a budget first; check predictions against measurements.
 
     Under torchrun on several ranks, each with a batch of its own; the first one prints.
     """
@@ -198,7 +199,13 @@ def train_command(
 
     with on_ranks(engine):
         run_train(
-            PlanRequest(file=plan, budget=budget, backend=backend_named(backend), numerics=numerics_of(allow_rounding)),
+            PlanRequest(
+                file=plan,
+                budget=budget,
+                backend=backend_named(backend),
+                headroom=headroom or "",
+                numerics=numerics_of(allow_rounding),
+            ),
             TargetRequest(text=target, settings=settings, device=device, trust=trust),
             lambda chosen: workload_of(chosen, engine),
             steps=steps,
@@ -209,9 +216,6 @@ def train_command(
             snapshot=snapshot,
             shard=engine,
         )
-
-
-app.command("fit", cls=ManyValues)(fit_command)
 
 
 @app.command("compare", cls=ManyValues)
@@ -269,6 +273,10 @@ def show_command(
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Table of the same, action by action.")] = None,
     peak_csv: Annotated[Path | None, typer.Option(help="Table of what is alive at the peak.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Page that explains the plan, without network or model: .html.")
+    ] = None,
+    snapshot: SnapshotFile = None,
     measure: Measure = None,
     settings: Settings = None,
     device: Device = None,
@@ -277,38 +285,30 @@ def show_command(
 ) -> None:
     """Print a plan: its stages, what happens to their ops and why, and what is alive at its peak.
 
-    With --timeline and --csv: the bytes alive over one step, without the plan and with it.
+    With --timeline and --csv: the bytes alive over one step, without the plan and with it. With --html: one file to
+    read in a browser, with the answer, the memory over the step, plans for other budgets, and what else would help.
     """
     from planner.cli.show_file import ShowRequest, run_show
 
     if measure is None and (settings or device):
         raise ValueError("--set, --device: expected them beside --measure, got it missing; add it, or leave them out")
     target = TargetRequest(text=measure, settings=settings, device=device, option="--measure", trust=trust)
-    measured = None if measure is None else lambda recorded: workload_of(target.chosen(recorded, file))
     run_show(
         file,
-        ShowRequest(ops=ops, timeline=timeline, csv=csv, peak_csv=peak_csv, workload=measured, as_json=as_json),
+        ShowRequest(
+            ops=ops,
+            timeline=timeline,
+            csv=csv,
+            peak_csv=peak_csv,
+            html=html,
+            snapshot=snapshot,
+            target=None if measure is None else target,
+            as_json=as_json,
+        ),
     )
 
 
-app.command("report", cls=ManyValues)(report_command)
 app.command("advise", cls=ManyValues)(advise_command)
-
-
-@app.command("explain")
-def explain_command(
-    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Of what tables and messages say, as gap.")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Say what a word means that tables, pictures and messages use; without a word: list them."""
-    from planner.explain.glossary import explanation, glossary_words
-    from planner.explain.tables import facts
-
-    found = dict([explanation(word)]) if word else glossary_words()
-    if as_json:
-        show_json({"words": found})
-    else:
-        show(facts(list(found.items())) if word else ", ".join(found))
 
 
 @app.command("demo")

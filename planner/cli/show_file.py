@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ from planner.cli.chain_solutions import (
     solved_chain,
 )
 from planner.cli.documents import measured_document, profile_document
-from planner.cli.problem_solving import (
-    GRAPH_SOLUTION_FORMAT,
-    GRAPH_SOLUTION_VERSION,
-)
+from planner.cli.options import TargetRequest
+from planner.cli.problem_solving import GRAPH_SOLUTION_FORMAT, GRAPH_SOLUTION_VERSION
+from planner.cli.report import check_report
+from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, note, say_written, show, show_json, working
 from planner.cli.solution_summary import summary_from, summary_of_plan
 from planner.explain.figures import check_picture
@@ -36,8 +35,8 @@ from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSIO
 
 if TYPE_CHECKING:
     from planner.explain.measured_step import MeasuredStep
+    from planner.report.plan_report import MeasuredRun
     from profiler.target_record import TargetRecord
-    from profiler.workload.workload import Workload
 
 FORMATS = {
     PLAN_FORMAT: PLAN_VERSION,
@@ -56,7 +55,9 @@ class ShowRequest:
         timeline: a picture.
         csv: a table of the timelines.
         peak_csv: a table of what is alive at the peak.
-        workload: builds the model to measure, from the target that a plan records; None to show predictions alone.
+        html: a page that explains a plan.
+        snapshot: the predicted step, for torch's memory viewer.
+        target: the model to measure; None to show predictions alone.
         as_json: print a JSON document in place of tables.
     """
 
@@ -64,18 +65,20 @@ class ShowRequest:
     timeline: Path | None = None
     csv: Path | None = None
     peak_csv: Path | None = None
-    workload: Callable[[TargetRecord | None], Workload] | None = None
+    html: Path | None = None
+    snapshot: Path | None = None
+    target: TargetRequest | None = None
     as_json: bool = False
 
     @property
     def outputs(self) -> tuple[Path | None, ...]:
         """The files to write."""
-        return self.timeline, self.csv, self.peak_csv
+        return self.timeline, self.csv, self.peak_csv, self.html, self.snapshot
 
     @property
     def step(self) -> bool:
         """Whether anything of a step over time is asked for."""
-        return any(self.outputs) or self.workload is not None
+        return any(self.outputs) or self.target is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +103,12 @@ def run_show(file: Path, request: ShowRequest) -> None:
         check_folder(path)
     if request.timeline is not None:
         check_picture(request.timeline)
+    check_report(request.html)
     document = read_document(file, FORMATS)
     file_format = document["format"]
     measured: MeasuredStep | None = None
     if file_format == PLAN_FORMAT:
-        parts, measured = _show_plan(Plan.from_document(document, str(file)), str(file), request)
+        parts, measured = _show_plan(Plan.from_document(document, str(file)), file, request)
     elif file_format == CHAIN_SOLUTION_FORMAT:
         parts = _show_chain(document, str(file), request)
     else:
@@ -131,7 +135,7 @@ def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> l
     """Profiles and solutions of graphs: tables alone."""
     if request.ops or request.step:
         raise ValueError(
-            f"{where}: expected a plan to show ops, a timeline or a peak of, got a {document['format']}; "
+            f"{where}: expected a plan to show ops, a timeline, a peak or a page of, got a {document['format']}; "
             "pass the plan that planner solve -o wrote"
         )
     if document["format"] == PROFILE_FORMAT:
@@ -142,10 +146,10 @@ def _show_other(document: dict[str, Any], where: str, request: ShowRequest) -> l
 def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> list[RenderableType]:
     """A chain's solution: stages have no ops and no model."""
     summary = chain_summary(document, where)
-    if request.ops or request.workload is not None:
+    if request.ops or request.target or request.html or request.snapshot:
         raise ValueError(
-            f"{where}: expected the plan of a model to show ops of or to measure, got the solution of a chain; "
-            "solve a profile"
+            f"{where}: expected the plan of a model to show ops of, to measure or to explain, got the solution of a "
+            "chain; solve a profile"
         )
     parts = [tables.solution_report(summary)]
     if "chain" not in document and not request.step:
@@ -163,8 +167,9 @@ def _show_chain(document: dict[str, Any], where: str, request: ShowRequest) -> l
     return [*parts, "", *_peaks(step)]
 
 
-def _show_plan(plan: Plan, where: str, request: ShowRequest) -> tuple[list[RenderableType], MeasuredStep | None]:
+def _show_plan(plan: Plan, file: Path, request: ShowRequest) -> tuple[list[RenderableType], MeasuredStep | None]:
     """Its tables, and what was measured."""
+    where = str(file)
     summary = summary_of_plan(plan)
     parts: list[RenderableType] = [tables.promises_report(summary), "", tables.stages_report(summary)]
     if plan.menus and (request.ops or any(stage.decision == "selective" for stage in plan.stages)):
@@ -178,7 +183,8 @@ def _show_plan(plan: Plan, where: str, request: ShowRequest) -> tuple[list[Rende
     outside_seconds = seconds_outside_chain_of(plan, chain)
     timelines = predicted_timelines(chain, plan.schedule, link=plan.link, seconds_outside_chain=outside_seconds)
     peaks = [predicted_peak(chain, plan.schedule, timelines[1], plan=plan)]
-    measured = _measured(plan, request.workload) if request.workload is not None else None
+    chosen = None if request.target is None else request.target.chosen(plan.target, file)
+    measured = None if chosen is None else _measured(plan, chosen)
     if measured is not None:
         timelines += [measured.unplanned, measured.planned]
         peaks.append(measured.peak)
@@ -191,14 +197,46 @@ def _show_plan(plan: Plan, where: str, request: ShowRequest) -> tuple[list[Rende
         + ("; the step without the plan is computed" if plan.frugal else ""),
     )
     _write(step, request)
+    _explain(plan, file, request, chosen, measured)
     return [*parts, "", *_peaks(step), *_verdict(plan, measured)], measured
 
 
-def _measured(plan: Plan, build: Callable[[TargetRecord | None], Workload]) -> MeasuredStep:
+def _explain(
+    plan: Plan, file: Path, request: ShowRequest, target: TargetRecord | None, measured: MeasuredStep | None
+) -> None:
+    """Write the page and the snapshot, where they are asked for."""
+    if request.html is not None:
+        from planner.report.commands import commands_of
+        from planner.report.page import write_report
+
+        note("writing the report")
+        commands = () if target is None else commands_of(plan, target.arguments, file)
+        run = None if measured is None else _measured_run(measured)
+        write_report(plan, request.html, measured=run, commands=commands, plan_file=file)
+    if request.snapshot is not None:
+        from planner.report.snapshot import write_snapshot
+
+        write_snapshot(plan, request.snapshot)
+
+
+def _measured_run(step: MeasuredStep) -> MeasuredRun:
+    from planner.report.plan_report import MeasuredRun
+
+    return MeasuredRun(
+        peak_bytes=step.planned.peak.peak_bytes,
+        seconds=step.planned.seconds,
+        unplanned_peak_bytes=step.unplanned.peak.peak_bytes,
+        unplanned_seconds=step.unplanned.seconds,
+        timelines=(step.unplanned, step.planned),
+        peak=step.peak,
+    )
+
+
+def _measured(plan: Plan, target: TargetRecord) -> MeasuredStep:
     from planner.explain.measured_step import view_step
 
     with working() as progress:
-        workload = build(plan.target)
+        workload = workload_of(target)
         progress("measure steps", 0, 1)
         return view_step(workload, plan)
 

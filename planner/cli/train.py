@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import typer
 
@@ -40,7 +40,7 @@ from planner.runtime.model_match import PlanMismatch
 from planner.training.allocator_advice import advice_on_allocator, advice_on_malloc
 from planner.training.oom_report import FailureReport, failure_text
 from planner.training.training import OutOfMemory, TrainingInterrupted, TrainingRun, train_planned
-from planner.units import counted
+from planner.units import counted, format_bytes
 from profiler.measurement.device_memory import has_expandable_segments, ran_out
 from profiler.measurement.measuring import Progress
 from profiler.target_record import TargetRecord
@@ -57,12 +57,13 @@ class PlanRequest:
         file: of a plan.
         budget: as text.
         backend: of the programs of captured stages.
-        numerics: as for ``planner.solve``.
+        headroom, numerics: as for ``planner.solve``.
     """
 
     file: Path | None
     budget: str | None
     backend: Backend = "eager"
+    headroom: str = ""
     numerics: Numerics = "eager"
 
     def read(self) -> Plan | None:
@@ -74,13 +75,15 @@ class PlanRequest:
         if (self.file is None) == (self.budget is None):
             got = "neither" if self.file is None else "both"
             raise ValueError(f"--plan, --budget: expected one of them, got {got}; give a plan's file, or a budget")
+        if self.file is not None and self.headroom:
+            raise ValueError("--headroom: expected it beside --budget, got it beside --plan; solve with --headroom")
         return None if self.file is None else Plan.load(self.file)
 
     def made_for(self, workload: Workload, target: TargetRecord, progress: Progress) -> Plan:
         """The plan for the workload of a target, profiled and solved for."""
         assert self.budget is not None
         measured = profile_of_target(workload, target, progress, self.numerics)
-        return solve(measured, self.budget, numerics=self.numerics)
+        return solve(measured, self.budget, headroom=self.headroom or 0, numerics=self.numerics)
 
 
 def run_train(
@@ -95,12 +98,9 @@ def run_train(
     report: Path | None = None,
     snapshot: Path | None = None,
     shard: Engine | None = None,
-    beside: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
     """Train and print; write the plan that training ended with to ``save_plan``, a page on it to ``report``, and
     its predicted step to ``snapshot``.
-
-    The JSON document has ``beside``, too.
 
     With ``shard``, on a rank of the default process group, whose other ranks do the same.
 
@@ -142,7 +142,7 @@ def run_train(
         raise typer.Exit(INTERRUPTED) from interrupt
     except OutOfMemory as failure:
         if as_json:
-            show_json({**documents.lost_training_document(plan, failure), **(beside or {})})
+            show_json(documents.lost_training_document(plan, failure))
         complain(f"out of memory: {failure}")
         if save_plan is not None:
             complain(f"not written: {save_plan}: no plan came to the end of training")
@@ -156,16 +156,18 @@ def run_train(
         if not ran_out(failure):
             raise
         if as_json:
-            show_json({**documents.failed_rank_document(plan, failure), **(beside or {})})
+            show_json(documents.failed_rank_document(plan, failure))
         complain(f"out of memory: {failure}")
         raise typer.Exit(NO_PLAN) from failure
     if save_plan is not None and is_first():
         run.plan.save(save_plan)
     advice = _allocator_advice(run)
     if as_json:
-        show_json({**documents.training_document(run, advice), **(beside or {})})
+        show_json(documents.training_document(run, advice))
     else:
         show(tables.training_report(run, advice))
+        if wanted.file is None:
+            show("", _answer(chosen, run))
     say_written(save_plan)
     if report is not None and is_first():
         measured = measured_of_training(run)
@@ -184,6 +186,18 @@ def backend_named(name: str) -> Backend:
         if backend == name:
             return backend
     raise ValueError(f"--backend: expected {' or '.join(get_args(Backend))}, got {name!r}; use one of them")
+
+
+def _answer(target: TargetRecord, run: TrainingRun) -> str:
+    """In one sentence."""
+    plan = run.plan
+    does = "trains" if run.measured_peak_bytes <= plan.budget_bytes else "does not train"
+    slowdown = run.measured_seconds / plan.unplanned_seconds if plan.unplanned_seconds else 1.0
+    return (
+        f"{target.text} {does} within {format_bytes(plan.budget_bytes)}: it takes "
+        f"{format_bytes(run.measured_peak_bytes)} in place of {format_bytes(plan.unplanned_peak_bytes)}, and "
+        f"{slowdown:.2f} times the time"
+    )
 
 
 def _loss_told(steps: int) -> Callable[[int, float], None]:

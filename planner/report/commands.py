@@ -23,7 +23,7 @@ def commands_of(plan: Plan, target: str | None = None, plan_file: str | Path = "
         f"planner profile {target or target_of(plan)}{whole}{rules} -o {_profile_file(plan_file)}",
         solve_command(plan, plan.budget_bytes, plan_file),
         f"planner train {given}--plan {_quoted(plan_file)}",
-        f"planner report {_quoted(plan_file)}",
+        f"planner show {_quoted(plan_file)} --html report.html",
     )
 
 
@@ -39,7 +39,7 @@ def solve_command(plan: Plan, budget_bytes: int, plan_file: str | Path = "plan.j
 
 
 def _profile_file(plan_file: str | Path) -> str:
-    """The profile beside a plan, as ``planner fit`` and ``planner profile`` name it."""
+    """The profile beside a plan, as ``planner profile`` names it."""
     name = str(plan_file)
     return _quoted(f"{name.removesuffix('plan.json')}profile.json" if name.endswith("plan.json") else "profile.json")
 

@@ -40,9 +40,7 @@ def test_every_parameter_has_help(name):
     assert [param.name for param in params if not getattr(param, "help", None)] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["profile", "solve", "pareto", "train", "fit", "compare", "max-batch", "advise", "show"]
-)
+@pytest.mark.parametrize("name", ["profile", "solve", "pareto", "train", "compare", "max-batch", "advise", "show"])
 def test_commands_with_results_take_json(name):
     assert any("--json" in param.opts for param in COMMANDS[name].params)
 
@@ -54,7 +52,7 @@ def test_commands_with_results_take_json(name):
         (["solve", "x.json", "--budget"], "--budget: expected a value, got none; "),
         (["compare", "zoo:mlp"], "--budget: expected a value, got none; add it, planner compare -h says more"),
         (["solve", "x.json", "--budget", "much"], "--budget: expected a size such as 8GiB"),
-        (["fit", "zoo:mlp", "--budget", "much"], "--budget: expected a size such as 8GiB"),
+        (["train", "zoo:mlp", "--budget", "much"], "--budget: expected a size such as 8GiB"),
         (["max-batch", "zoo:mlp", "--budget", "50%"], "--budget: expected what the device holds"),
         (["advise", "zoo:mlp"], "--budget: expected the most bytes alive at once, got none; "),
         (["profile", "zoo:mlp", "--limit", "-1"], "--limit: expected a size such as 8GiB"),

@@ -108,13 +108,12 @@ def test_a_plan_is_measured_and_verified_on_its_own_model_where_none_is_named(ti
     shown = done("show", plan, "--measure", "zoo:mlp", *TINY).stdout
     assert "peak with the plan" in shown and "peak with the plan" in done("show", plan, "--measure").stdout
     assert "has no module" in refused("show", plan, "--measure", "--set", "layers=1")
-    done("report", plan, "--measure", "-o", tmp_path / "page.html")
+    done("show", plan, "--measure", "--html", tmp_path / "page.html")
 
 
-@pytest.mark.parametrize("command", ["show", "report"])
-def test_measuring_a_plan_that_records_no_target_is_refused(tiny, tmp_path, command):
+def test_measuring_a_plan_that_records_no_target_is_refused(tiny, tmp_path):
     replace(planner.Plan.load(tiny / "plan.json"), target=None).save(tmp_path / "plan.json")
-    message = refused(command, tmp_path / "plan.json", "--measure")
+    message = refused("show", tmp_path / "plan.json", "--measure")
     assert "--measure: expected the model to train, got none, and" in message and "plan.json records none" in message
 
 
@@ -146,7 +145,7 @@ def foreign(tiny, tmp_path, monkeypatch):
     return save
 
 
-@pytest.mark.parametrize("how", [("train", "--plan"), ("show", "--measure"), ("report", "--measure")])
+@pytest.mark.parametrize("how", [("train", "--plan"), ("show", "--measure")])
 def test_a_file_from_elsewhere_runs_no_code(foreign, tmp_path, how):
     plan = foreign(text="os:system", settings=("command=touch ran",), folder="/somewhere", proof="0" * 64)
     command, option = how

@@ -46,7 +46,7 @@ def test_ranks_that_know_nothing_of_each_other_are_refused(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="got 2 processes that know nothing of each other; give --shard"):
         check_joined()
     for command in (
-        ["fit", "zoo:mlp", "--budget", "80%"],
+        ["train", "zoo:mlp", "--budget", "80%"],
         ["max-batch", "zoo:mlp", "--budget", "1MiB"],
         ["profile", "zoo:mlp", "--set", "layers=2", "hidden=8", "batch=4"],
     ):

@@ -27,7 +27,7 @@ except SystemExit as end:
     slow = {"torch", "pandas", "matplotlib", "solvers", "plotly", "jinja2"}
     print(end.code, *sorted(slow & set(sys.modules)), file=sys.stderr)
 """
-COMMANDS = ("profile", "solve", "pareto", "train", "fit", "compare", "max-batch", "advise", "show", "report", "demo")
+COMMANDS = ("profile", "solve", "pareto", "train", "compare", "max-batch", "advise", "show", "demo")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_planning_from_files_and_showing_them_loads_none_either(args, problems):
 
 @pytest.mark.slow
 def test_a_report_loads_no_torch(problems):
-    assert ended("report", "plan.json", folder=problems) == (0, ["jinja2", "plotly", "solvers"])
+    assert ended("show", "plan.json", "--html", "page.html", folder=problems) == (0, ["jinja2", "plotly", "solvers"])
 
 
 @pytest.mark.slow

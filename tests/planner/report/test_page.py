@@ -126,7 +126,7 @@ def test_commands_say_how_the_plan_was_solved(plan):
         "planner solve runs/mlp.profile.json --budget 900 --headroom 100 --link-gbps 25 --offload-only "
         "-o runs/mlp.plan.json",
         "planner train --plan runs/mlp.plan.json",
-        "planner report runs/mlp.plan.json",
+        "planner show runs/mlp.plan.json --html report.html",
     )
     assert solve_command(measured, 500) == "planner solve profile.json --budget 500 --offload-only -o plan.json"
 
@@ -144,17 +144,17 @@ def test_charts_have_what_is_sent_to_the_host(files):
     assert {"to host", "to device"} <= {trace["name"] for trace in figure.to_plotly_json()["data"]}
 
 
-def test_report_writes_a_page_named_after_the_plan(files, tmp_path, plan):
+def test_show_writes_a_page(tmp_path, plan):
     file = tmp_path / "mine.json"
     plan.save(file)
-    assert f"written: {tmp_path / 'mine.html'}" in done("report", file).stderr
+    assert f"written: {tmp_path / 'mine.html'}" in done("show", file, "--html", tmp_path / "mine.html").stderr
     text = (tmp_path / "mine.html").read_text()
     assert f"planner solve profile.json --budget {plan.budget_bytes} -o {file}" in text
 
 
 @pytest.mark.slow
-def test_report_measures_the_model(files, tmp_path):
-    done("report", files / "plan.json", "-o", tmp_path / "r.html", "--measure", "zoo:mlp", *SMALL)
+def test_a_page_has_what_was_measured(files, tmp_path):
+    done("show", files / "plan.json", "--html", tmp_path / "r.html", "--measure", "zoo:mlp", *SMALL)
     text = (tmp_path / "r.html").read_text()
     assert "Measured peak" in text
     assert f"planner profile zoo:mlp {' '.join(SMALL)} -o {files / 'profile.json'}" in text
@@ -162,8 +162,10 @@ def test_report_measures_the_model(files, tmp_path):
     assert {"measured with the plan", "measured without the plan"} <= set(names)
 
 
-def test_report_refuses_in_words(files, tmp_path):
-    assert "expected a page's name ending in .html" in refused("report", files / "plan.json", "-o", tmp_path / "r.pdf")
-    assert "beside --measure" in refused("report", files / "plan.json", "--device", "cpu")
-    assert "planner-profile" in refused("report", files / "profile.json", "-o", tmp_path / "r.html")
+def test_pages_that_cannot_be_are_refused_in_words(files, tmp_path):
+    assert "expected a page's name ending in .html" in refused(
+        "show", files / "plan.json", "--html", tmp_path / "r.pdf"
+    )
+    assert "beside --measure" in refused("show", file, "--device", "cpu")
+    assert "planner-profile" in refused("show", files / "profile.json", "--html", tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []

@@ -86,6 +86,6 @@ def test_the_viewer_s_reader_knows_every_instruction(snapshot):
     assert instructions <= KNOWN
 
 
-def test_report_writes_a_snapshot(files, tmp_path):
-    done("report", files / "plan.json", "-o", tmp_path / "r.html", "--snapshot", tmp_path / "s.pickle")
+def test_show_writes_a_snapshot(files, tmp_path):
+    done("show", files / "plan.json", "--snapshot", tmp_path / "s.pickle")
     assert pickle.loads((tmp_path / "s.pickle").read_bytes())["device_traces"][0]
