@@ -166,6 +166,6 @@ def test_pages_that_cannot_be_are_refused_in_words(files, tmp_path):
     assert "expected a page's name ending in .html" in refused(
         "show", files / "plan.json", "--html", tmp_path / "r.pdf"
     )
-    assert "beside --measure" in refused("show", file, "--device", "cpu")
+    assert "beside --measure" in refused("show", files / "plan.json", "--device", "cpu")
     assert "planner-profile" in refused("show", files / "profile.json", "--html", tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []
