@@ -1,4 +1,4 @@
-"""What a plan adds to a step: predicted against measured, before and after the plan is held against its own run."""
+"""What a plan adds to a step: predicted against measured, before and after the plan is checked against its own run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def workload_of(name: str) -> Workload:
 
 
 def rows_of(name: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """One row for each budget; a plan that is held against its own run is measured beside the first one."""
+    """One row for each budget; a plan that is checked against its own run is measured beside the first one."""
     workload = workload_of(name)
     workload.step()
     begin = time.perf_counter()
@@ -160,7 +160,7 @@ def summary(frame: pd.DataFrame) -> list[str]:
         f"predicted over measured: off by {off.median():.0%} (median) and {off.max():.0%} (most), by "
         f"{near.median():.3f} of a step (median) where noise is {frame['noise'].median():.3f} (median) and "
         f"{frame['noise'].max():.3f} (most); all predicted over all measured {total:.2f}",
-        f"after the plan was held against its own run: off by {verified.median():.0%} (median) and "
+        f"after the plan was checked against its own run: off by {verified.median():.0%} (median) and "
         f"{verified.max():.0%} (most); the plan handed back took {faster.median():+.3f} plain steps more (median)",
     ]
 

@@ -27,7 +27,7 @@ class MeasuringRanks(Protocol):
         """What the first rank has given."""
         ...
 
-    def made_by_first(self, make: Callable[[], Value]) -> Value:
+    def made_by_rank0(self, make: Callable[[], Value]) -> Value:
         """What the first rank makes, for all."""
         ...
 
@@ -68,9 +68,9 @@ def agreed(value: Value) -> Value:
     return value if (ranks := _others()) is None else ranks.from_first(value)
 
 
-def made_by_first(make: Callable[[], Value]) -> Value:
+def made_by_rank0(make: Callable[[], Value]) -> Value:
     """What ``make`` returns on the first rank, for all; a ValueError that it raises there is raised on all."""
-    return make() if (ranks := _others()) is None else ranks.made_by_first(make)
+    return make() if (ranks := _others()) is None else ranks.made_by_rank0(make)
 
 
 def any_rank(flag: Any) -> bool:

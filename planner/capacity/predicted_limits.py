@@ -14,7 +14,7 @@ from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import SEARCH_SECONDS, quick_plan, solve, why_no_offload
 from planner.units import format_bytes
-from profiler.agreement import made_by_first
+from profiler.agreement import made_by_rank0
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay
 from solvers.chain.minimum_memory import shortage
@@ -90,7 +90,7 @@ class PredictedLimits:
         """A plan by the method that weighs most in little time; None where none fits."""
         try:
             profile = self.profile_at(size)
-            return made_by_first(lambda: quick_plan(profile, self.budget_bytes, self._offload_in(mode)))
+            return made_by_rank0(lambda: quick_plan(profile, self.budget_bytes, self._offload_in(mode)))
         except (Infeasible, NoProfile):
             return None
 
@@ -101,7 +101,7 @@ class PredictedLimits:
             return None, keep_all_replay(chain_of(profile)).peak_bytes
         key = (mode, size, self.margin_bytes[mode])
         if key not in self._plans:
-            self._plans[key] = made_by_first(lambda: self._solved(profile, mode))
+            self._plans[key] = made_by_rank0(lambda: self._solved(profile, mode))
         return self._plans[key], self._plans[key].predicted_peak_bytes
 
     def _solved(self, profile: Profile, mode: TrainingMode) -> Plan:

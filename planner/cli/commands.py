@@ -49,9 +49,9 @@ from planner.cli.shell import (
     PlannerGroup,
     check_folder,
     note,
-    say_so_much,
     say_written,
     searching,
+    set_verbosity,
     show,
     show_json,
     working,
@@ -88,7 +88,7 @@ def without_command(
     ] = False,
 ) -> None:
     """Print the version, or help where no command is named."""
-    say_so_much(quiet=quiet, verbose=verbose, traceback=traceback)
+    set_verbosity(quiet=quiet, verbose=verbose, traceback=traceback)
     if version:
         show(f"planner {__version__}")
         raise typer.Exit

@@ -112,7 +112,7 @@ HeadroomText = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
 RulesFile = Annotated[
     Path | None,
-    typer.Option("--rules", metavar="FILE", help="A plan stated by hand, in whole or in part: .toml or .json."),
+    typer.Option("--rules", metavar="FILE", help="A manual plan, in whole or in part: .toml or .json."),
 ]
 NoOffload = Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")]
 OffloadOnly = Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")]

@@ -41,7 +41,7 @@ def stage_level(source: Source, rules: Rules | None) -> Profile:
 
 
 def check_verifiable(source: Source) -> Profile:
-    """The profile, if its plan can be held against its own run; raises ValueError for all else."""
+    """The profile, if its plan can be checked against its own run; raises ValueError for all else."""
     if isinstance(source, Profile) and source.frugal:
         raise ValueError(
             "--verify: expected the profile of a step that fits without a plan, got one of a step that was never run "

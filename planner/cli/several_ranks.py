@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.shell import speak_as
+from planner.cli.shell import set_rank
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def on_ranks(engine: Engine | None) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group()
-    speak_as(dist.get_rank())
+    set_rank(dist.get_rank())
     yield
     # After an error other ranks may not come here any more. Gloo's threads may still be letting go of what the last
     # backward gave them; if Python ends meanwhile, the process aborts (torch 2.13), so they get time without its lock.
@@ -90,7 +90,7 @@ def check_joined() -> None:
             f"torchrun: expected --shard ddp or fsdp2, or a target that wraps its model itself, got "
             f"{processes} processes that know nothing of each other; give --shard"
         )
-    speak_as(dist.get_rank())
+    set_rank(dist.get_rank())
 
 
 def check_alone(command: str, instead: str) -> None:

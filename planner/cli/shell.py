@@ -47,7 +47,7 @@ if int(os.environ.get("WORLD_SIZE", "") or 1) > 1:
     _rank = int(os.environ.get("RANK", "") or 0)
 
 
-def speak_as(rank: int) -> None:
+def set_rank(rank: int) -> None:
     """Of several ranks: only the first one prints results and progress; notes of the others name them."""
     global _rank
     _rank = rank
@@ -81,7 +81,7 @@ _talk = Talk()
 _GLOBAL_OPTIONS = ("-q", "--quiet", "-v", "--verbose", "--traceback")
 
 
-def say_so_much(*, quiet: bool, verbose: bool, traceback: bool) -> None:
+def set_verbosity(*, quiet: bool, verbose: bool, traceback: bool) -> None:
     """What the options that stand before or after any command ask for."""
     _talk.quiet, _talk.verbose, _talk.traceback = quiet, verbose, traceback
 

@@ -53,7 +53,7 @@ class SolutionSummary:
     """What a solution claims: what tables print, ``solve --json`` says, and a solution's file begins with.
 
     Fields that are None are those that this kind of problem does not have; JSON leaves them out. Of a plan alone are
-    ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated by hand,
+    ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated manually,
     ``stated`` and ``restricted``, where blocks cannot run again ``left_out``, and where what is unplanned was computed
     ``frugal``; a graph problem has no ``host_bytes`` to ``link``.
     """

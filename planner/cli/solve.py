@@ -1,4 +1,4 @@
-"""The command ``solve``: a plan for a profile or a problem file, held against its own run where that is asked for."""
+"""The command ``solve``: a plan for a profile or a problem file, checked against its own run if asked for."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def solve_command(
         try:
             verified = _verified(document, target, file, solver=solver, time_limit_seconds=time_limit)
             summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
-        except KeyboardInterrupt:  # The plan is there, and was not held against its own run.
+        except KeyboardInterrupt:  # The plan is there, and was not checked against its own run.
             summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
     if summary.interrupted:
         _say_interrupted(output, keep_best)

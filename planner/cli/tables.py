@@ -69,7 +69,7 @@ def _graph_report(summary: SolutionSummary) -> RenderableType:
     if not again:
         return claims
     shown = sorted(again, key=lambda node: -node.extra_seconds)[:_NODES_SHOWN]
-    title = f"Run again: {len(shown)} of {len(again)}, dearest first"
+    title = f"Run again: {len(shown)} of {len(again)}, most expensive first"
     table = plain_table(title, ["node"], ["runs", "extra time"])
     for node in shown:
         table.add_row(node.name, str(node.runs), milliseconds(node.extra_seconds))
@@ -187,7 +187,7 @@ def _offloaded(summary: SolutionSummary) -> list[tuple[str, str]]:
 
 
 def _stated(summary: SolutionSummary) -> list[tuple[str, str]]:
-    """What was stated by hand, one line a rule."""
+    """What was stated manually, one line a rule."""
     return [("" if number else "stated", line) for number, line in enumerate(summary.stated or ())]
 
 

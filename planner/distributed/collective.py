@@ -60,7 +60,7 @@ def profile(
         stages: None to find stages automatically; "whole" for the model's call as one stage; otherwise module names,
             glob patterns or module classes.
         menus: capture stages as graphs, so that plans decide op by op; else a stage is kept or recomputed as a whole.
-        rules: a plan stated by hand, or the path of its file. Profiling checks that it fits the model, and captures
+        rules: a manual plan, or the path of its file. Profiling checks that it fits the model, and captures
             stages that save little as well.
         limit: bytes (``"8GiB"``) that no step of profiling takes more than, for a step that does not fit: a few stages
             are kept at a time while the others run again, and what a plain step takes is put together from that

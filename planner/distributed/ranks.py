@@ -100,7 +100,7 @@ class Ranks:
         self._wait_for([key])
         return pickle.loads(self._store.get(key))
 
-    def made_by_first(self, make: Callable[[], Value]) -> Value:
+    def made_by_rank0(self, make: Callable[[], Value]) -> Value:
         """What ``make`` returns on the first rank, for all; a ValueError that it raises there is raised on all."""
         made: Value | None = None
         refusal: ValueError | None = None

@@ -84,7 +84,7 @@ def _solved(profile: Profile | str | Path, budget: str | int, settings: dict[str
         if profile.beside:
             return solving.solve(profile, budget, **settings)
         ranks.check_same("solve", {"profile": profile.fingerprint, "budget": budget})
-        return ranks.made_by_first(lambda: solving.solve(profile, budget, **settings))
+        return ranks.made_by_rank0(lambda: solving.solve(profile, budget, **settings))
 
 
 def ranks_if_any() -> Ranks | None:

@@ -218,7 +218,7 @@ def _why_alive(storage: LiveStorage, mark: Mark, snapshot: PeakSnapshot) -> str:
         return "made as its forward runs" if mark == snapshot.mark else KEPT
     if storage.again:
         return MADE_AGAIN
-    return "made by the optimizer's step" if made_in == "optimizer" else "made as its backward runs"
+    return "made by the optimizer's step" if made_in == "optimizer" else "backward temporaries"
 
 
 def _phase_of(mark: Mark) -> PhaseName:

@@ -138,7 +138,7 @@ def _left(span: Span, parts: Sequence[PeakPart], what: str) -> PeakPart:
 
 def _meanwhile(span: Span) -> str:
     if span.action == "backward":
-        return "made as its backward runs"
+        return "backward temporaries"
     return "made as its forward runs" if span.action == "forward" else "made as it runs again"
 
 

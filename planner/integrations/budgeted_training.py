@@ -50,7 +50,7 @@ class BudgetedTraining:
     cover is profiled when it comes. Where the model itself has changed since (a part is frozen or trained, a module
     replaced, weights tied, another type, dropout on or off, other parameters in the optimizer) the step is profiled and
     solved for again, within the same bytes; a state that comes back gets its plan back. On several ranks, and where the
-    model is compiled, the first plan stays: ranks that differ would part.
+    model is compiled, the first plan stays: ranks that differ would diverge.
 
     Args:
         budget, solver, offload, headroom, verify, numerics: as for ``auto_checkpoint``.

@@ -57,7 +57,7 @@ class PlanClaims:
         stall_seconds: predicted seconds in which computation waits for copies.
         no_offload: why nothing could be sent to host memory where that was to be weighed; empty otherwise.
         offload_only: whether it was asked for that nothing is recomputed; ``solver`` may name that method without.
-        stated: what was stated by hand and what it came to, one line each; empty for a plan that was solved for.
+        stated: what was stated manually and what it came to, one line each; empty for a plan that was solved for.
         restricted: status and bound hold among the plans that do what was stated.
         target: as in the profile.
         interrupted: Ctrl-C ended the search; this is the best plan until then.

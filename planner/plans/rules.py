@@ -1,4 +1,4 @@
-"""The rules of a plan stated by hand, as plain data in Python or in a TOML or JSON file.
+"""The rules of a manual plan, as plain data in Python or in a TOML or JSON file.
 
 A file has the fields of ``Rules``; its rules have those of ``Rule``::
 

@@ -289,7 +289,7 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     """Solve the plan's own chain again, with the programs of stages that it has, over the same link.
 
     Args:
-        plan: with its chain; nothing of it was stated by hand.
+        plan: with its chain; nothing of it was stated manually.
         budget_bytes: that the plan may use; the headroom of ``plan`` comes on top.
         solver: a name of ``solvers.solver_names()``. A plan that was to recompute nothing stays one.
         time_limit_seconds: for solvers that search.
@@ -297,11 +297,11 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     Raises:
         Infeasible: nothing fits; carries the smallest budget that would, without headroom.
         Interrupted: by Ctrl-C; carries the best plan until then.
-        ValueError: a plan without its chain, or one stated by hand.
+        ValueError: a plan without its chain, or a manual one.
     """
     if plan.stated:
         raise ValueError(
-            "a plan stated by hand: expected one that was solved for, as another budget needs another statement; "
+            "a manual plan: expected one that was solved for, as another budget needs another statement; "
             "state and solve again"
         )
     chain = chain_in(plan)
@@ -325,7 +325,7 @@ def complete(plan: Plan) -> Plan:
     return plan
 
 
-def following(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> Plan:
+def repriced(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> Plan:
     """The same schedule on a chain with other seconds: what it foretells then.
 
     Args:

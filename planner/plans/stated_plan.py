@@ -1,4 +1,4 @@
-"""Plans stated by hand: a profile and rules in, a plan that does what they state out, predicted and bounded as any."""
+"""Manual plans: a profile and rules in, a plan that does what they state out, predicted and bounded as any."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _measured_facts(measured: MeasuredRun) -> list[tuple[str, str]]:
 def plans_of_curve(plan: Plan) -> list[Plan]:
     """Plans that no other one of their method beats, each with its own peak as its budget.
 
-    They are solved for over the plan's link, ``rotor``'s where it has none; what was stated by hand does not bind them.
+    They are solved for over the plan's link, ``rotor``'s where it has none; manual rules do not bind them.
     A plan for several micro-batches under way, of which each budget has its own problem, has no curve.
     """
     if plan.beside:

@@ -25,9 +25,9 @@ from planner.runtime.plan_checks import (
     ParameterChecks,
     SameBatch,
     running_backward,
-    say_what_hooks_do_not_see,
-    speak_for,
+    set_warning_scope,
     transformed,
+    warn_about_outer_hooks,
     warn_of_compiled_autograd,
     warn_once,
 )
@@ -309,7 +309,7 @@ class PlannedCalls:
         if (device := model_device(model)) != self._device:
             self._device = device
             self._engine = engine_for(self._plan, self._lowered, device)
-        say_what_hooks_do_not_see()
+        warn_about_outer_hooks()
         self._bypassing, self._inside = None, False  # Whatever an interrupt has left of the one before.
         self._places.begin()
         self._check_casts(batch)
@@ -367,7 +367,7 @@ class PlannedCalls:
 
     def _acts(self) -> bool:
         """Whether a forward that begins now is one of training, which the plan is for."""
-        speak_for(self._said)
+        set_warning_scope(self._said)
         model = self._model()
         if model is None or not model.training or not torch.is_grad_enabled() or transformed():
             return False

@@ -39,7 +39,7 @@ from profiler.recomputation.saved_tensors import (
     RerunError,
     TensorStandIn,
     Values,
-    is_there_anyway,
+    is_parameter_like,
     some_values_of,
     unpack,
 )
@@ -194,7 +194,7 @@ class DroppedStage:
         def pack(tensor: Tensor) -> TensorStandIn:
             if saved_storages is not None:
                 saved_storages.add(storage_key(tensor))
-            if is_there_anyway(tensor):
+            if is_parameter_like(tensor):
                 placeholders.append(_gone)  # A parameter: there anyway. Its place in the order still counts.
                 if checked:
                     signatures.append(None)

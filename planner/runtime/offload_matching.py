@@ -12,7 +12,7 @@ from torch import Tensor
 from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
 from profiler.op_graph import StageOps
 from profiler.recomputation.outer_hooks import SavedParameters
-from profiler.recomputation.saved_tensors import is_there_anyway
+from profiler.recomputation.saved_tensors import is_parameter_like
 from profiler.tensors.storages import storage_key, storage_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 
@@ -32,7 +32,7 @@ class SavedTensorLog:
 
     def pack(self, tensor: Tensor) -> Any:
         """What a stage that is kept gives to autograd: a parameter is there anyway."""
-        packed = self.parameters.stand_in(tensor) if is_there_anyway(tensor) else OffloadableTensor(tensor.detach())
+        packed = self.parameters.stand_in(tensor) if is_parameter_like(tensor) else OffloadableTensor(tensor.detach())
         self.note(packed)
         return packed
 

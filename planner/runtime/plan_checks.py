@@ -70,7 +70,7 @@ def warn_of_compiled_autograd() -> None:
         )
 
 
-def say_what_hooks_do_not_see() -> None:
+def warn_about_outer_hooks() -> None:
     """Say once that saved-tensor hooks around the model do not act in planned stages."""
     hooks = hooks_of_the_user()
     # Another model of the same loop is profiled: those that see all that its step saves are no user's.
@@ -112,7 +112,7 @@ def warn_once(stage: str, what: str) -> None:
     say_once(f"planned stage {stage!r}: {what}")
 
 
-def speak_for(said: set[str]) -> None:
+def set_warning_scope(said: set[str]) -> None:
     """A planned forward begins: what it has said before is in this set, whatever other plans have said."""
     global _WARNED
     _WARNED = said

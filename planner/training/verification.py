@@ -1,4 +1,4 @@
-"""A plan held against its own run: its seconds stage by stage, corrected where they are off, and solved for again."""
+"""Checks a plan against its own run: corrects the seconds of stages where they are off, and solves again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from planner.distributed.collective import apply
 from planner.distributed.ranks import together
 from planner.explain.measured_step import Places
 from planner.plans.plan import Plan, chain_in
-from planner.plans.solving import following, replan
+from planner.plans.solving import replan, repriced
 from planner.runtime.given_arguments import given_plan
 from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.solver_comparison import seconds_in_turns
-from profiler.agreement import agreed, largest, made_by_first
+from profiler.agreement import agreed, largest, made_by_rank0
 from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter, typical_seconds
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.progress import tell
@@ -53,7 +53,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedRound:
-    """One plan held against its own run. Seconds are of a whole step.
+    """One plan checked against its own run. Seconds are of a whole step.
 
     Attributes:
         plan: that was run.
@@ -104,7 +104,7 @@ def verify(
 
     Args:
         workload: the training step; its unplanned step has to fit. It is left as it was found.
-        plan: for it, solved for (not stated by hand).
+        plan: for it, solved for (not manual).
         solver: that solves again, a name of ``solvers.solver_names()``.
         time_limit_seconds: for solvers that search.
 
@@ -114,7 +114,7 @@ def verify(
     Raises:
         PlanMismatch: the plan is for another model or another precision.
         ProfileError: the step fails.
-        ValueError: the plan is stated by hand, without its chain, or of a step that did not fit; the model is
+        ValueError: the plan is manual, without its chain, or of a step that did not fit; the model is
             compiled, or the batch or the device another one.
     """
     check_workload(workload, "verify")
@@ -130,12 +130,12 @@ def _verified(workload: Workload, plan: Plan, solver: str, time_limit_seconds: f
     with preserved(workload):
         randomness = RandomState.capture()
         while True:
-            tell("planner", f"holding the plan against its own steps: round {len(rounds) + 1} of {ROUNDS} at most")
+            tell("planner", f"checking the plan against its own steps: round {len(rounds) + 1} of {ROUNDS} at most")
             plain, planned = largest(_in_turns(workload, candidates[-1], randomness))
             chain, corrections = corrected(
                 candidates[-1], [typical_seconds([run]) for run in plain], [typical_seconds([run]) for run in planned]
             )
-            same = following(candidates[-1], chain)
+            same = repriced(candidates[-1], chain)
             rounds.append(
                 VerifiedRound(
                     plan=candidates[-1],
@@ -146,7 +146,7 @@ def _verified(workload: Workload, plan: Plan, solver: str, time_limit_seconds: f
                 )
             )
             left_bytes = plan.budget_bytes - plan.headroom_bytes
-            again = made_by_first(
+            again = made_by_rank0(
                 partial(replan, same, left_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
             )
             known = [candidate.schedule for candidate in candidates]
@@ -157,13 +157,13 @@ def _verified(workload: Workload, plan: Plan, solver: str, time_limit_seconds: f
     if len(candidates) > 1:
         seconds = seconds_in_turns(workload, {str(number): each for number, each in enumerate(candidates)})
         best = candidates[agreed(int(min(seconds, key=lambda number: seconds[number])))]
-    verified = following(best, chain, lower_bound_seconds=again.lower_bound_seconds)
+    verified = repriced(best, chain, lower_bound_seconds=again.lower_bound_seconds)
     tell("planner", verified.in_one_line())
     return Verification(plan=verified, rounds=tuple(rounds))
 
 
 def can_verify(workload: Workload, plan: Plan) -> bool:
-    """Whether a plan can be held against its own run: not where the unplanned step does not fit, or is compiled."""
+    """Whether a plan can be checked against its own run: not where the unplanned step does not fit, or is compiled."""
     compiled = unwrapped(workload.model) is not workload.model or is_compiled(workload.model)
     return not (compiled or plan.frugal or plan.stated)
 
@@ -173,7 +173,7 @@ def _check(workload: Workload, plan: Plan) -> None:
     check_precision(workload.model, plan.precision, workload.autocast)
     chain_in(plan, "verify")
     if not can_verify(workload, plan):
-        got = "stated by hand" if plan.stated else "of a step that does not fit" if plan.frugal else ""
+        got = "made by hand" if plan.stated else "of a step that does not fit" if plan.frugal else ""
         raise ValueError(
             f"verify: expected a plan that was solved for a step that fits, of a model that is not compiled, got "
             f"{f'one {got}' if got else 'a compiled model'}; planner.measure takes its seconds and peak as it is"

@@ -67,7 +67,7 @@ class Measured:
     heads: tuple[HeadRecord, ...] = ()
 
 
-def what_ran_where(workload: Workload) -> dict[str, Any]:
+def environment_fields(workload: Workload) -> dict[str, Any]:
     """The model, batch, device and torch of a profile, by the names of its attributes."""
     device = workload.device
     return {
@@ -86,7 +86,7 @@ def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) ->
     assembly = _Assembly(measured, resident.total)
     stages = assembly.records()
     return Profile(
-        **what_ran_where(workload),
+        **environment_fields(workload),
         precision=precision_of(workload.model, workload.autocast) + (COMPILED if is_compiled(workload.model) else ""),
         stages=stages,
         shared=assembly.shared(),

@@ -230,7 +230,7 @@ class Measuring:
 
         Returns:
             The plain steps; seconds of the forwards; and reruns, both at the pace of a typical plain step: each is
-            held against the plain step of its turn, since a machine may be slower for a while. Every second turn
+            compared with the plain step of its turn, since a machine may be slower for a while. Every second turn
             begins with the forward: what a model does in every second call only shows in two steps on end.
         """
         steps: list[MarkedPhases] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from profiler.agreement import first_failure, gathered, made_by_first
+from profiler.agreement import first_failure, gathered, made_by_rank0
 from profiler.largest_values import merged_largest
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, PhasesOfMark, by_mark, time_meter
@@ -127,7 +127,7 @@ class ProgramSteps:
             gradients_held=any(captured.once[k].gradients_held for k in group.members),
         )
         if captured.orders is None:
-            captured.orders = made_by_first(lambda: [*programs(graph)])
+            captured.orders = made_by_rank0(lambda: [*programs(graph)])
         menu = menu.with_programs(captured.orders)
         if not captured.other_bits:
             return menu

@@ -15,7 +15,7 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter
 from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.saved_signatures import SavedSignature, signature_of
-from profiler.recomputation.saved_tensors import is_there_anyway
+from profiler.recomputation.saved_tensors import is_parameter_like
 from profiler.tensors.storages import has_storage, storage_key, storage_of
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
@@ -307,7 +307,7 @@ class DroppingForward(MarkedStep):
             if not goes_backward and has_storage(tensor):
                 dropped[position, len(saved)] = weakref.ref(storage_of(tensor))
             saved.append((sizes_of(tensor), tensor.dtype))
-            signatures.append(None if is_there_anyway(tensor) else signature_of(tensor))
+            signatures.append(None if is_parameter_like(tensor) else signature_of(tensor))
             return tensor.detach() if goes_backward else None
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -24,7 +24,7 @@ from profiler.recomputation.saved_tensors import (
     RerunError,
     SavedTensor,
     TensorStandIn,
-    is_there_anyway,
+    is_parameter_like,
     unpack,
 )
 from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
@@ -88,7 +88,7 @@ class DroppedCall:
 
         def pack(tensor: Tensor) -> TensorStandIn:
             number = len(self._saved)
-            if is_there_anyway(tensor):
+            if is_parameter_like(tensor):
                 self._saved.append(_nothing)
                 return parameters.stand_in(tensor)
             if number in self._held:

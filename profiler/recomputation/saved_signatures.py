@@ -1,4 +1,4 @@
-"""What autograd saved in a first run, told without keeping it; a second run is held against that."""
+"""What autograd saved in a first run, told without keeping it; a second run is compared with it."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def compared_places(size: int) -> range:
     return range(0, size, size // _COMPARED_VALUES | 1)  # Odd, so that it does not walk down one column.
 
 
-def is_there_anyway(tensor: Tensor) -> bool:
+def is_parameter_like(tensor: Tensor) -> bool:
     """Whether a saved tensor is a parameter, frozen ones too: backward takes it as it is then, whatever its data."""
     return tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
 

@@ -3,7 +3,7 @@
 Formulation: ``keep_all`` runs every stage once with option 0. ``recompute_all`` makes every stage a segment of its own:
 the boundary before it is held and the stage is recomputed directly before its backward; stages that must run once are
 kept with option 0.
-Guarantee: ``keep_all`` is the reference point, with the peak that every other schedule is held against; not always the
+Guarantee: ``keep_all`` is the reference point, with the peak that every other schedule is compared with; not always the
 fastest, since another option of a stage may be faster. With ``recompute_all`` every stage runs forward at most twice.
 Complexity: O(L). Units: bytes and seconds of the chain.
 Paper: the per-layer checkpoints of Chen et al., "Training deep nets with sublinear memory cost" (2016), section 4.

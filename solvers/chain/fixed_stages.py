@@ -52,7 +52,7 @@ class _Cut:
         kept = {self.span_of[k] for k in tensor.savers} - self.rerun - self.undecided
         return any(holder < number for holder in kept | self.holders(tensor))
 
-    def may_wait(self, k: int) -> bool:
+    def may_drop(self, k: int) -> bool:
         """Whether a stage may keep nothing at first."""
         return self.span_of[k] in self.rerun or self.span_of[k] in self.undecided
 
@@ -209,7 +209,7 @@ def _held_on_in_forward(tensor: Shared, cut: _Cut) -> bool:
     if death in tensor.readers:
         return False  # with which its peak is given
     saved = any(k <= death and cut.span_of[k] not in cut.rerun for k in tensor.savers)
-    waits = any(k <= death and cut.may_wait(k) for k in (*tensor.readers, *tensor.linked_readers))
+    waits = any(k <= death and cut.may_drop(k) for k in (*tensor.readers, *tensor.linked_readers))
     return saved or waits or (tensor.held_until is not None and death == len(cut.chain.stages) - 1)
 
 
@@ -217,7 +217,7 @@ def _held_on_in_backward(tensor: Shared, death: int, cut: _Cut) -> bool:
     """Whether anything may hold it as the backward of a stage that runs again has let go of it."""
     start = cut.spans[cut.span_of[death]].start
     saved = any(k < death and (k >= start or cut.span_of[k] not in cut.rerun) for k in tensor.savers)
-    waits = any(k < start and cut.may_wait(k) for k in (*tensor.readers, *tensor.linked_readers))
+    waits = any(k < start and cut.may_drop(k) for k in (*tensor.readers, *tensor.linked_readers))
     return saved or waits or (tensor.held_until is not None and tensor.held_until < death)
 
 

@@ -3,7 +3,7 @@
 Formulation: the forward nodes are cut where little is read across (``solvers.graph.block_partition``), each block gets
 a menu of what to keep for its backward (``solvers.graph.block_options``), and a table for chains chooses per block and
 budget: keep one of the menu's sets, or nothing but the block's entry and run it again later. The table's answers are
-written out as orders of the graph's own nodes and held against the exact profile; several near the last answer that
+written out as orders of the graph's own nodes and checked against the exact profile; several near the last answer that
 fits are offered. Finer and coarser blocks are tried in turn.
 
 Guarantee: none; every order is a valid schedule, its peak and seconds are exact. Complexity: a table of O(L^3 M) for

@@ -11,7 +11,7 @@ two needs in which the output is not alive costs at least one run of their own.
 
 Guarantee: every schedule gives a solution of the program, so its optimum bounds all schedules within the budget,
 whatever the moments are. Not every solution is a schedule: memory between the moments is left out. Orders read from
-solutions are therefore held against the exact profile, and moments are added where that exceeds the budget.
+solutions are therefore checked against the exact profile, and moments are added where that exceeds the budget.
 Complexity: O(V K) variables and O((V + E) K) rows for K moments. Units: bytes and seconds.
 
 Source: the stages of Jain et al., "Checkmate" (2020), section 4.3, thinned out to chosen stages.

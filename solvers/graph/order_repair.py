@@ -12,7 +12,7 @@ from solvers.problem.deadline import check_deadline
 
 
 def keep_what_fits(indexed: IndexedGraph, order: Sequence[int], budget_bytes: int) -> list[int]:
-    """Repeated runs dropped, dearest first, where keeping the earlier output instead stays in the budget.
+    """Repeated runs dropped, most expensive first, where keeping the earlier output instead stays in the budget.
 
     >>> from solvers.problem.graph import Graph, Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2)

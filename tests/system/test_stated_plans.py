@@ -1,4 +1,4 @@
-"""Plans stated by hand are exact: they compute what the model computes and take the bytes that were predicted."""
+"""Manual plans are exact: they compute what the model computes and take the bytes that were predicted."""
 
 from __future__ import annotations
 

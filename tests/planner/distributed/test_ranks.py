@@ -53,8 +53,8 @@ def messages(rank: int) -> dict:
         seen["failure"] = first_failure("mine" if rank == 1 else "")
         with ranks.together("look closer"):
             seen["inner"] = ranks.gathered(rank)
-        seen["made"] = ranks.made_by_first(lambda: os.getpid())
-    seen["refused by the first"] = raised("solve", lambda: ranks.made_by_first(too_small))
+        seen["made"] = ranks.made_by_rank0(lambda: os.getpid())
+    seen["refused by the first"] = raised("solve", lambda: ranks.made_by_rank0(too_small))
     seen["differs"] = raised("apply", lambda: ranks.check_same("apply", {"plan": f"plan of {rank}"}))
     seen["fails on all"] = raised("profile", lambda: fail(rank, rank, f"no {rank}"))
     seen["other function"] = raised("measure" if rank else "profile", lambda: None)

@@ -47,7 +47,7 @@ def test_a_peak_in_backward_has_what_is_kept_and_the_gradients() -> None:
         ("kept from forward", "a"): 4,
         ("gradients of parameters", "b"): 2,
         ("gradients of activations", "a"): 3,
-        ("made as its backward runs", "a"): 9,
+        ("backward temporaries", "a"): 9,
     }
 
 

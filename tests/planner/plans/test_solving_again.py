@@ -64,7 +64,7 @@ def test_the_headroom_stays(blocks):
 
 def test_what_was_stated_is_not_solved_for(blocks):
     plan = planner.state(blocks, planner.Rules(checkpoints=["transformer.h.1"]))
-    with pytest.raises(ValueError, match="stated by hand"):
+    with pytest.raises(ValueError, match="a manual plan"):
         replan(plan, plan.budget_bytes)
 
 

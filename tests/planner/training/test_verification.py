@@ -1,4 +1,4 @@
-"""A plan held against its own run, where seconds are made up: what is corrected, and which plan comes out."""
+"""A plan checked against its own run, where seconds are made up: what is corrected, and which plan comes out."""
 
 from __future__ import annotations
 

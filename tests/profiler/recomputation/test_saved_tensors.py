@@ -17,7 +17,7 @@ from profiler.recomputation.saved_tensors import (
     change_counter,
     compared_places,
     geometry_of,
-    is_there_anyway,
+    is_parameter_like,
     some_values_of,
     tensor_over,
     unpack,
@@ -137,8 +137,8 @@ def test_a_counter_of_changes_lies_in_no_memory_and_outlives_the_tensor() -> Non
 
 def test_parameters_are_there_anyway_and_results_are_not() -> None:
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    assert is_there_anyway(frozen) and is_there_anyway(torch.ones(2, requires_grad=True))
-    assert not is_there_anyway(torch.ones(2)) and not is_there_anyway(torch.ones(2, requires_grad=True) * 2)
+    assert is_parameter_like(frozen) and is_parameter_like(torch.ones(2, requires_grad=True))
+    assert not is_parameter_like(torch.ones(2)) and not is_parameter_like(torch.ones(2, requires_grad=True) * 2)
 
 
 def test_inference_tensors_count_no_changes() -> None:
