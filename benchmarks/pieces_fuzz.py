@@ -273,7 +273,7 @@ def _in_double(case: Drawn, workload: Workload) -> list[Tensor]:
 
 def run(seeds: list[int], jobs: int) -> Iterator[dict[str, Any]]:
     """Rows of generated steps, as they come; a step that fails is one row, ``crash``."""
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=20) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for seed, future in [(seed, pool.submit(judged, seed)) for seed in seeds]:
             try:
                 yield from future.result()
