@@ -73,7 +73,6 @@ def rows_of(names: list[str]) -> Iterator[dict[str, Any]]:
                 "smallest_in_pieces_mib": least / MIB,
                 "budget_mib": budget / MIB,
                 "in_pieces": "" if plan.pieces is None else "; ".join(map(str, _what(plan))),
-                "slowdown": plan.slowdown,
                 "predicted_peak_bytes": plan.predicted_peak_bytes,
                 "measured_minus_predicted_bytes": peak - plan.predicted_peak_bytes,
                 "above_budget_bytes": max(0, peak - budget),
