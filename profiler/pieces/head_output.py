@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +83,13 @@ class HeadCall:
         return slices(count, -(-count // self.rows_at_once)) if count else []
 
 
+class Row(NamedTuple):
+    """A row of a head's output: how many classes it has, and their type."""
+
+    classes: int
+    dtype: torch.dtype
+
+
 class HeadOutput(Tensor):
     """Stands for the output of a head. Losses run it in pieces; whatever else needs its values has all of them made.
 
@@ -90,32 +97,32 @@ class HeadOutput(Tensor):
         call: of the head.
         rows: what goes in, (..., features).
         classes_last: its shape is (..., classes); else (batch, classes, places), of rows (batch, places, features).
-        like: one row of it.
+        kind: of each row.
         made: the values, once they were needed.
     """
 
     call: HeadCall
     rows: Tensor
     classes_last: bool
-    like: Tensor
+    kind: Row
     made: Tensor | None
 
     @staticmethod
-    def of(call: HeadCall, rows: Tensor, like: Tensor, *, classes_last: bool = True) -> HeadOutput:
-        """The output for these rows; ``like`` has its number of classes and type."""
-        output = _Head.apply(call, rows, like, classes_last, *call.parameters)
+    def of(call: HeadCall, rows: Tensor, kind: Row, *, classes_last: bool = True) -> HeadOutput:
+        """The output for these rows."""
+        output = _Head.apply(call, rows, kind, classes_last, *call.parameters)
         assert isinstance(output, HeadOutput)
         return output
 
     @staticmethod
-    def bare(call: HeadCall, rows: Tensor, like: Tensor, *, classes_last: bool) -> HeadOutput:
+    def bare(call: HeadCall, rows: Tensor, kind: Row, *, classes_last: bool) -> HeadOutput:
         """The same without history."""
         *lead, _ = rows.shape
-        shape = (*lead, like.shape[-1]) if classes_last else (lead[0], like.shape[-1], lead[1])
+        shape = (*lead, kind.classes) if classes_last else (lead[0], kind.classes, lead[1])
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            HeadOutput, shape, dtype=like.dtype, device=rows.device, storage_size=0
+            HeadOutput, shape, dtype=kind.dtype, device=rows.device, storage_size=0
         )
-        made.call, made.rows, made.classes_last, made.made, made.like = call, rows, classes_last, None, like
+        made.call, made.rows, made.classes_last, made.made, made.kind = call, rows, classes_last, None, kind
         return made
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -139,7 +146,7 @@ class HeadOutput(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (given,) = args
-            return HeadOutput.bare(given.call, given.rows.detach(), given.like, classes_last=given.classes_last)
+            return HeadOutput.bare(given.call, given.rows.detach(), given.kind, classes_last=given.classes_last)
         if func._schema.is_mutable:
             raise ChangedInPlace(
                 f"expected a head's output that is left as it is, as its loss runs in pieces, got {func} that changes "
@@ -159,12 +166,13 @@ class HeadOutput(Tensor):
 
     def of_rows(self, rows: Tensor) -> HeadOutput:
         """The output for other rows, which are made of these."""
-        return HeadOutput.of(self.call, rows, self.like)
+        return HeadOutput.of(self.call, rows, self.kind)
 
     def after(self, step: Step) -> HeadOutput:
         """The output after one more step, which takes each row by itself."""
         call = replace(self.call, steps=(*self.call.steps, step))
-        return HeadOutput.of(call, self.rows, step(self.like), classes_last=self.classes_last)
+        made = step(torch.ones(1, dtype=self.dtype, device=self.device))  # Its type may depend on autocast.
+        return HeadOutput.of(call, self.rows, self.kind._replace(dtype=made.dtype), classes_last=self.classes_last)
 
 
 # What becomes of an output where a function takes each of its rows by itself; NotImplemented where it does not.
@@ -184,12 +192,10 @@ class _Head(torch.autograd.Function):
     """Gives the output of a head that has not run; gradients of all of it go back through the head in pieces."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: HeadCall, rows: Tensor, like: Tensor, classes_last: bool, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, call: HeadCall, rows: Tensor, kind: Row, classes_last: bool, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.classes_last = call, classes_last
         ctx.save_for_backward(rows, *parameters)
-        return HeadOutput.bare(call, rows, like, classes_last=classes_last)
+        return HeadOutput.bare(call, rows, kind, classes_last=classes_last)
 
     @staticmethod
     @once_differentiable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import profiler.pieces.row_functions  # noqa: F401 - it says what becomes of the output
-from profiler.pieces.head_output import HeadCall, HeadOutput, LossScale
+from profiler.pieces.head_output import HeadCall, HeadOutput, LossScale, Row
 from profiler.recomputation.torch_state import TorchState
 from profiler.tensors.local_tensors import any_distributed
 from profiler.workload.compiled_forwards import Forward
@@ -39,7 +39,7 @@ class HeadInPieces:
     def __init__(self, head: nn.Module, rows_at_once: int, say_whole: Callable[[], None] | None = None) -> None:
         self._head, self._rows_at_once, self._say_whole = head, rows_at_once, say_whole
         self._scale = LossScale(next(head.parameters(), torch.empty(0)).device)
-        self._rows_made: dict[Any, Tensor] = {}  # one row of the output, by all that its type depends on
+        self._kinds: dict[Any, Row] = {}  # of the output, by all that its type depends on
         self.made_whole = self.waited = 0
 
     def wrapped(self, forward: Forward) -> Forward:
@@ -72,11 +72,12 @@ class HeadInPieces:
             whole=self._note_whole,
             scale=self._scale,
         )
-        kind = rows.dtype, rows.shape[-1], call.state.casts() and torch.get_autocast_dtype(rows.device.type)
-        if kind not in self._rows_made:
+        given = rows.dtype, rows.shape[-1], call.state.casts() and torch.get_autocast_dtype(rows.device.type)
+        if given not in self._kinds:
             with torch.no_grad():
-                self._rows_made[kind] = call.outputs(rows.detach().reshape(-1, rows.shape[-1])[:1])[0].clone()
-        return HeadOutput.of(call, rows, self._rows_made[kind])
+                row = call.outputs(rows.detach().reshape(-1, rows.shape[-1])[:1])[0]
+            self._kinds[given] = Row(len(row), row.dtype)
+        return HeadOutput.of(call, rows, self._kinds[given])
 
     def _note_whole(self) -> None:
         self.made_whole += 1

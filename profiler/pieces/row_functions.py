@@ -66,7 +66,7 @@ def _same(output: Any, *_: Any, **__: Any) -> Any:
 
 
 def _detached(output: Any) -> Any:
-    return HeadOutput.bare(output.call, output.rows.detach(), output.like, classes_last=output.classes_last)
+    return HeadOutput.bare(output.call, output.rows.detach(), output.kind, classes_last=output.classes_last)
 
 
 def _converted(output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,8 @@ def _of_numbers(function: Callable[..., Tensor]) -> _Rule:
         if len(outputs) != 1 or not all(isinstance(each, (int, float, type(None))) for each in others):
             return NotImplemented
         (place,) = outputs
-        return args[place].after(lambda made: function(*args[:place], made, *args[place + 1 :], **kwargs))
+        before, after = args[:place], args[place + 1 :]  # The step holds no output.
+        return args[place].after(lambda made: function(*before, made, *after, **kwargs))
 
     return rule
 
@@ -115,7 +116,7 @@ def _swapped(output: Any, *dims: Any) -> Any:
         return NotImplemented
     if sorted(dim % 3 for dim in dims) != [1, 2]:
         return NotImplemented
-    return HeadOutput.of(output.call, output.rows, output.like, classes_last=False)
+    return HeadOutput.of(output.call, output.rows, output.kind, classes_last=False)
 
 
 def _permuted(output: Any, *dims: Any) -> Any:

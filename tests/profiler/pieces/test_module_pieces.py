@@ -102,8 +102,8 @@ def test_modules_are_found_that_take_each_row_by_itself():
     before = [p.clone() for p in model.parameters()]
     inside, whole = divisible_modules(workload)
     assert inside == (
-        ModulePieces(name="attention", dim=0, count=8),
-        ModulePieces(name="mlp", dim=1, count=8),
+        ModulePieces(name="attention", dim=0, count=2),
+        ModulePieces(name="mlp", dim=1, count=2),
     )
     assert whole == ()
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
@@ -113,7 +113,7 @@ def test_a_model_whose_batch_can_be_taken_apart_is_found_as_a_whole():
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
     workload = Workload(model=model, inputs=torch.randn(32, 8), loss=lambda output: output.square().mean())
     inside, whole = divisible_modules(workload)
-    assert whole == (ModulePieces(name="", dim=0, count=8),)
+    assert whole == (ModulePieces(name="", dim=0, count=2),)
     assert all(each.dim == 0 for each in inside)
 
 
@@ -124,7 +124,7 @@ def test_what_a_head_is_a_part_of_is_not_taken_apart():
     inner = Inner(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8), nn.Linear(8, 32))
     model = nn.Sequential(inner, nn.Dropout(0.5))
     workload = Workload(model=model, inputs=torch.randn(4, 16, 8), loss=lambda output: output.square().mean())
-    assert divisible_modules(workload)[0] == (ModulePieces(name="0", dim=1, count=8),)
+    assert divisible_modules(workload)[0] == (ModulePieces(name="0", dim=1, count=2),)
     inside, whole = divisible_modules(workload, head="0.3")
     assert "0" not in [each.name for each in inside]
     assert whole == ()
