@@ -1,5 +1,7 @@
 """Losses of a head in pieces against the same losses of all rows at once, in double precision."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -196,6 +198,16 @@ def test_no_gradient_of_the_size_of_a_weight_is_made_for_each_piece():
     with Sizes():
         F.cross_entropy(value, torch.zeros(1024, dtype=torch.long))
     assert made == ["aten.zeros_like.default"]
+
+
+def test_a_step_holds_no_output_that_it_was_taken_of():
+    """It would be held until backward, with all that it refers to."""
+    head = nn.Linear(8, CLASSES)
+    waiting = HeadInPieces(head, 4).wrapped(head.forward)(torch.randn(20, 8))
+    before, scaled = weakref.ref(waiting), torch.tanh(waiting / 30)
+    del waiting
+    assert isinstance(scaled, HeadOutput) and before() is None
+    assert (scaled.kind.classes, scaled.kind.dtype) == (CLASSES, torch.float32)
 
 
 def test_a_change_in_place_is_refused_in_words():
