@@ -24,8 +24,7 @@ KINDS = """
 
 # The others are of kinds that these are of, too.
 BY_DAY = """
-    AutoformerForPrediction BertForMaskedLM GPT2LMHeadModel LlamaForCausalLM MambaForCausalLM MixtralForCausalLM
-    ResNetForImageClassification T5ForConditionalGeneration WhisperForConditionalGeneration
+    AutoformerForPrediction BertForMaskedLM LlamaForCausalLM MixtralForCausalLM T5ForConditionalGeneration
 """
 
 BY_VALUES = ("AutoformerForPrediction",)  # its topk

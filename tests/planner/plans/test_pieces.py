@@ -98,7 +98,7 @@ STEPS = [
 ]
 
 
-BY_DAY = [(workload, False), (with_loss_inside, True), (scaled, True)]
+BY_DAY = [(workload, False), (scaled, True)]
 
 
 @pytest.mark.parametrize("case", by_day(STEPS, BY_DAY), ids=lambda case: case[0].__name__)
