@@ -73,7 +73,8 @@ def pieces_fuzz(frame: Frame) -> str:
     return (
         f"{int(frame.wrong.sum())} wrong, {int(frame.above.sum())} above the budget, {int(frame.crashed.sum())} "
         f"crashed, of {plans:,}; {int(apart.plans.sum())} ran in pieces, {int(apart.to_the_byte.sum())} of them to the "
-        f"byte, {int(apart.as_near_as_plain.sum())} with gradients as near to double precision as the plain step's"
+        f"byte, {int(apart.as_near_as_plain.sum())} with gradients as near to double precision as the plain step's, "
+        "or within 32 roundings"
     )
 
 
