@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -66,7 +66,6 @@ class Handle:
         self._model = weakref.ref(model)
         self._patches = patches
         self._watch = watch
-        self._units: list[Callable[[], None]] = []
 
     @property
     def measured_peak_bytes(self) -> int | None:
@@ -86,7 +85,7 @@ class Handle:
         """
         try:
             for stage in (stage for stage in plan.stages if stage.keeps_gathered):
-                self._units.append(keep_gathered(module_named(model, split_name(stage.name)[0])))
+                self._patches.undo_with(keep_gathered(module_named(model, split_name(stage.name)[0])))
         except ValueError as error:
             self.remove()
             raise PlanMismatch(
@@ -100,8 +99,6 @@ class Handle:
 
     def remove(self) -> None:
         """Take the plan off; calling it again does nothing."""
-        while self._units:
-            self._units.pop()()
         if self._watch is not None:
             self._watch.end()
         self._patches.remove()

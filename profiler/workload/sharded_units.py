@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -28,13 +28,7 @@ _HOOKS_OF = "torch.distributed.fsdp._fully_shard"
 
 def states_in(model: nn.Module) -> list[Any]:
     """The state of each unit in a model, in the order of its modules; several modules may share one."""
-    states = (_state_of(module) for module in model.modules()) if _is_used() else ()
-    return list(dict.fromkeys(state for state in states if state is not None))
-
-
-def states_of_process() -> list[Any]:
-    """The state of each unit in this process."""
-    return [*dict.fromkeys(state for module in [*_mapping()] if (state := _state_of(module)) is not None)]
+    return _states_of(model.modules()) if _is_used() else []
 
 
 def end_of_step(model: nn.Module) -> None:
@@ -93,13 +87,8 @@ def keep_gathered(module: nn.Module) -> Callable[[], None]:
 
 def keep_parameters_of(module: nn.Module) -> list[Callable[[], None]]:
     """Have units that give back parameters of a module keep them from forward to backward; what undoes it."""
-    owners = {id(each) for each in module.modules()}
-    return [
-        _keep_gathered(state)
-        for state in (states_of_process() if _is_used() else ())
-        if any(id(o) in owners for group in _groups([state]) for p in group.fsdp_params for o in _owners(p))
-        and any(group.post_forward_mesh_info is not None for group in _groups([state]))
-    ]
+    used = _used_by(set(module.modules()), _states_of([*_mapping()])) if _is_used() else []
+    return [_keep_gathered(s) for s in used if any(group.post_forward_mesh_info is not None for group in _groups([s]))]
 
 
 def _keep_gathered(state: Any) -> Callable[[], None]:
@@ -290,9 +279,9 @@ class StageUnits:
     """
 
     def __init__(self, module: nn.Module, states: Iterable[Any]) -> None:
-        modules = dict.fromkeys(module.modules())
+        modules = set(module.modules())
         self._managed = {id(owner) for group in _groups(states) for p in group.fsdp_params for owner in _owners(p)}
-        used = [s for s in states if any(o in modules for g in _groups([s]) for p in g.fsdp_params for o in _owners(p))]
+        used = _used_by(modules, states)
         within = {s for s in used if s._modules != (module,) and all(each in modules for each in s._modules)}
         self.inside = bool(within)
         # One for several modules is gathered from the first to the last of them.
@@ -340,7 +329,7 @@ def units_of(stage: nn.Module) -> StageUnits:
     count = len(_mapping())
     known = _KNOWN.get(stage)
     if known is None or known[0] != count:
-        known = _KNOWN[stage] = count, StageUnits(stage, states_of_process())
+        known = _KNOWN[stage] = count, StageUnits(stage, _states_of([*_mapping()]))
     return known[1]
 
 
@@ -404,6 +393,16 @@ def _state_of(module: nn.Module) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
     return _get_module_fsdp_state(module)
+
+
+def _states_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The state of each unit that one of the modules is in, once."""
+    return [*dict.fromkeys(state for module in modules if (state := _state_of(module)) is not None)]
+
+
+def _used_by(modules: Collection[nn.Module], states: Iterable[Any]) -> list[Any]:
+    """The states of units that have parameters of these modules."""
+    return [s for s in states if any(o in modules for g in _groups([s]) for p in g.fsdp_params for o in _owners(p))]
 
 
 def _groups(states: Iterable[Any]) -> list[Any]:
