@@ -119,7 +119,7 @@ def recipe_levers(options: LeverOptions) -> tuple[Lever, ...]:
 def pieces_lever(options: LeverOptions) -> Lever:
     """The head and its loss, and modules, a few rows at a time."""
     fits = options.profile.unplanned_peak_bytes <= options.budget_bytes
-    applies = bool(options.profile.heads) if fits else bool(options.variants.in_pieces())
+    applies = bool(options.profile.heads) if fits else bool(options.variants.in_pieces)
     return Lever(
         kind="in pieces",
         name="in pieces",

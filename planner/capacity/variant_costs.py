@@ -82,13 +82,10 @@ def costed_recipes(
 def _in_pieces(options: LeverOptions, variant: StepVariant) -> Iterator[CostedCombination]:
     """The best of the step with its head, and with modules, in pieces; nothing where none of it can run so."""
     made = list[CostedCombination]()
-    for profile in options.variants.in_pieces():
-        apart = replace(variant, profile=profile)
+    for profile in options.variants.in_pieces:
         kept = profile.unplanned_peak_bytes <= options.budget_bytes or not options.can_recompute
         recipe: Recipe = "in pieces" if kept else "in pieces and recompute"
-        least_bytes = least_budget_bytes(profile)
-        fits = least_bytes <= options.budget_bytes
-        made.append(_solved(options, apart, recipe) if fits else _unsolved(options, apart, recipe, least_bytes))
+        made.append(_solved(options, replace(variant, profile=profile), recipe))
     yield from sorted(made, key=lambda each: rank(each.combination))[:1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,6 @@ class WorkloadVariants:
         self._progress = progress or told_by("planner", "advise")
         self._done = 0
         self._profiles: dict[tuple[str, int], Profile] = {}
-        self._in_pieces: tuple[Profile, ...] | None = None
         self.extrapolated: set[tuple[str, int]] = set()
         if isinstance(target, Workload) and settings:
             raise ValueError(
@@ -151,20 +151,17 @@ class WorkloadVariants:
                 self.extrapolated.add(key)
         return self._profiles[key]
 
+    @functools.cached_property
     def in_pieces(self) -> tuple[Profile, ...]:
         """Profiles of the step as it is, with parts of the model in pieces; empty where none can be, or is measured."""
-        if self._in_pieces is None:
-            whole = self.profile("", 1)
-            if ("", 1) in self.extrapolated:
-                self._in_pieces = ()
-            else:
-                self._in_pieces = with_pieces(
-                    self.workload,
-                    whole,
-                    menus=self._menus,
-                    progress=lambda what, done, total: self.report(f"in pieces: {what}"),
-                ).in_pieces
-        return self._in_pieces
+        whole = self.profile("", 1)
+        if ("", 1) in self.extrapolated:
+            return ()
+
+        def progress(what: str, done: int, total: int) -> None:
+            self.report(f"in pieces: {what}")
+
+        return with_pieces(self.workload, whole, menus=self._menus, progress=progress).in_pieces
 
     def _measured(self, precision: str, micro_batches: int, batch_parts: int) -> Profile:
         """A profile with the batch of one of ``batch_parts``, as one of ``micro_batches``."""

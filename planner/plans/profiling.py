@@ -62,29 +62,34 @@ def profile(
         measured = with_best_cut(measured, lambda: measure(stages="whole"))
     if numerics != "rounding" or stated is not None or stages is not None:
         return measured
-    return _with_pieces(workload, measured, measure)
+    return with_pieces(workload, measured, menus=menus, limit=limit, progress=progress)
 
 
 def with_pieces(
-    workload: Workload, measured: Profile, *, menus: bool = True, progress: Progress | None = None
+    workload: Workload,
+    measured: Profile,
+    *,
+    menus: bool = True,
+    limit: str | int | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
-    """A profile of a workload as it is, with others in it of the same step in pieces.
+    """A profile, with others in it of the same step in pieces: of its head, and of modules that keep much, too.
 
     Args:
         workload: left as it was found.
         measured: its profile, with ``numerics="eager"``.
-        menus, progress: as for ``profile``.
+        menus, limit, progress: as for ``profile``.
     """
-    measure = partial(
-        profiling.profile, workload, programs=_orders_for if menus else None, every_stage=False, progress=progress
-    )
-    return _with_pieces(workload, measured, measure)
-
-
-def _with_pieces(workload: Workload, measured: Profile, measure: Callable[..., Profile]) -> Profile:
-    """The profile, with others in it of the same step in pieces: of its head, and of modules that keep much, too."""
     if is_compiled(workload.model):
         return measured
+    measure = partial(
+        profiling.profile,
+        workload,
+        programs=_orders_for if menus else None,
+        every_stage=False,
+        progress=progress,
+        limit_bytes=None if limit is None else parse_bytes(limit),
+    )
     found: list[Profile] = []
 
     def add(pieces: PiecesRecord, what: str, measure: Callable[[], Profile] = measure, *, lowers: bool = True) -> None:
