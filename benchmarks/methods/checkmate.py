@@ -7,7 +7,7 @@ less an allowance, rounds S (at a threshold, or up with its own value as the cha
 runs.
 Guarantee: ``solve`` run to the end is the fastest of these schedules, but schedules that run a node twice between
 two first runs, or out of order, are left out: rarely, one of them is faster, or the only one that fits. So neither
-function bounds all schedules. Rounding guarantees nothing; every answer is held against the budget in exact bytes.
+function bounds all schedules. Rounding guarantees nothing; every answer is checked against the budget in exact bytes.
 Complexity: O(n (n + m)) variables and rows for n nodes with m inputs altogether; the integer program takes
 exponential time. Units: bytes and seconds; inside the program both are scaled.
 

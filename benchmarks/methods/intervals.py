@@ -5,7 +5,7 @@ its output. The first runs keep the graph's order, and a repeated one may stand 
 between two of them. A linear program has no variable that is a time, so an interval is spelled out by the stages that
 it reaches into, and within a stage by the last reader that needs it (``benchmarks.methods.intervals_model``).
 Guarantee: run to the end, the fastest of these schedules. They are not all schedules (see
-``benchmarks.methods.checkmate``, whose stages these are), so nothing is bounded. Answers are held against
+``benchmarks.methods.checkmate``, whose stages these are), so nothing is bounded. Answers are checked against
 the budget in exact bytes.
 Complexity: O(n^2) binaries and O(n (n + m)) rows for n nodes with m inputs altogether, not the paper's O(n) integers;
 exponential time. Units: bytes and seconds; inside the program both are scaled.

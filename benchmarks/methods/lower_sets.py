@@ -11,7 +11,7 @@ bisection over the program's own, with both its fastest strategy and its slowest
 Here the last segment stays, since its backward follows at once, nodes that no backward node needs do not run again,
 and everything is freed after its last read; a variant repeats the last segment too. Where no node is on the backward
 side there is nothing to run again, and the answer is the order of the nodes or none.
-Guarantee: none for a graph with its own backward nodes; every answer is held against the budget in exact bytes.
+Guarantee: none for a graph with its own backward nodes; every answer is checked against the budget in exact bytes.
 Complexity: O(k^2 M) for k lower sets and M ticks of time, per budget tried; k is the number of forward nodes, or for
 ``exact`` up to exponential in it. Units: bytes and seconds, the latter in ticks of the whole forward pass.
 

@@ -381,7 +381,7 @@ def _percent(part: float) -> str:
 
 def verification_report(verified: Verification) -> RenderableType:
     """Every round's slowdown as predicted, measured and corrected, and the corrections below."""
-    table = plain_table("Held against its own run", ["plan"], ["predicted", "measured", "corrected", "corrections"])
+    table = plain_table("Checked against its own run", ["plan"], ["predicted", "measured", "corrected", "corrections"])
     lines = []
     for number, each in enumerate(verified.rounds, start=1):
         table.add_row(
