@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from profiler.agreement import agreed, any_rank, gathered
+from profiler.agreement import any_rank, gathered
 from profiler.pieces.head_output import ChangedInPlace
 from profiler.pieces.heads import HeadInPieces, rows_at_once
 from profiler.pieces.module_pieces import ModuleInPieces
@@ -85,9 +85,9 @@ def compared(workload: Workload, pieces: PiecesRecord, *, frugal: bool) -> Piece
     of_loss = abs(apart.loss - plain.loss) / max(abs(plain.loss), torch.finfo(torch.float32).tiny)
     of_gradients = [relative_difference(apart.gradients[k], each) for k, each in plain.gradients.items()]
     # Each rank has its part of the batch, and of sharded gradients.
-    difference, gradients = max(gathered(of_loss)), max(gathered(max(of_gradients, default=0.0)))
+    difference, gradients = map(max, zip(*gathered((of_loss, max(of_gradients, default=0.0))), strict=True))
     allowed = math.sqrt(max(torch.finfo(dtype).eps for dtype in (plain.precision, apart.precision)))
-    if not agreed(max(difference, gradients) <= allowed):
+    if any_rank(not all(each <= allowed for each in (of_loss, *of_gradients))):
         raise NotInPieces(
             f"expected rows that do not depend on each other, got a loss that differs by {difference:.1e} and "
             f"gradients that differ by {gradients:.1e} where they are taken apart"

@@ -1,11 +1,16 @@
 """Modules in pieces against the same modules at once, in double precision; and which modules are found to take rows."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch import nn
 
+from profiler.pieces import comparison
+from profiler.pieces.comparison import NotInPieces, compared
 from profiler.pieces.module_pieces import ModuleInPieces
-from profiler.records import ModulePieces
+from profiler.records import ModulePieces, PiecesRecord
 from profiler.trace.divisible import divisible_modules
 from profiler.workload.workload import Workload
 
@@ -128,3 +133,14 @@ def test_what_a_head_is_a_part_of_is_not_taken_apart():
     inside, whole = divisible_modules(workload, head="0.3")
     assert "0" not in [each.name for each in inside]
     assert whole == ()
+
+
+def test_a_gradient_that_is_no_number_is_no_agreement(monkeypatch):
+    """Whichever parameter's it is: ``max`` would pass over it."""
+    differences = itertools.cycle([0.0, math.nan])
+    monkeypatch.setattr(comparison, "relative_difference", lambda one, other: next(differences))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    workload = Workload(model=model, inputs=torch.randn(4, 6, 8), loss=lambda output: output.square().mean())
+    with pytest.raises(NotInPieces, match="rows that do not depend on each other"):
+        compared(workload, PiecesRecord(modules=(ModulePieces(name="0", dim=1, count=2),)), frugal=False)
