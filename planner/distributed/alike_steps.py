@@ -10,8 +10,8 @@ from planner.distributed.rank_failures import RankError
 from planner.distributed.ranks import Ranks
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.given_models import class_name
 from profiler.workload.workload import Workload
-from profiler.workload.wrapped_models import class_name
 
 _MOST_NAMED = 3
 

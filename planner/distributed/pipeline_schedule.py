@@ -11,12 +11,12 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from profiler.tensors.local_tensors import is_distributed
+from profiler.tensors.tensor_parts import is_distributed
 from profiler.tensors.tensor_trees import map_tensors, tensors_in
+from profiler.workload.given_models import class_name, inner_model
 from profiler.workload.reachable import reached_from
 from profiler.workload.steps import ProfileError
 from profiler.workload.workload import Workload
-from profiler.workload.wrapped_models import class_name, inner_model
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _PLANNED = ("ScheduleGPipe", "Schedule1F1B")

@@ -23,9 +23,9 @@ from profiler.caller_warnings import warn_caller
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import is_compiled
+from profiler.workload.given_models import inner_model
 from profiler.workload.optimizers import Optimizers, given_optimizers, stepped_parameters
 from profiler.workload.workload import Workload
-from profiler.workload.wrapped_models import inner_model
 
 _PLACE = "MemoryBudgetCallback"  # that a person has added
 _STATES = 8  # of a model, whose plans are kept; a profile with its plan takes some hundred kilobytes

@@ -16,7 +16,7 @@ from profiler.workload.compiled_forwards import (
     plain_name,
     unwrapped,
 )
-from profiler.workload.wrapped_models import inner_model
+from profiler.workload.given_models import inner_model
 
 
 def module_named(model: nn.Module, name: str) -> nn.Module:

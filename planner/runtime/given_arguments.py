@@ -10,7 +10,7 @@ from planner.plans.given_sources import object_or_file, type_in_words
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
 from profiler.records import Profile
-from profiler.workload.ready_models import check_initialised
+from profiler.workload.given_models import check_initialised
 from profiler.workload.workload import Workload
 
 

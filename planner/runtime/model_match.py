@@ -9,8 +9,8 @@ from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.compiled_models import module_named
 from planner.runtime.stage_places import split_name
 from profiler.workload.compiled_forwards import COMPILED, plain_name
+from profiler.workload.given_models import class_name
 from profiler.workload.precision import precision_of, types_part
-from profiler.workload.wrapped_models import class_name
 
 
 class PlanMismatch(ValueError):

@@ -13,7 +13,7 @@ from planner.plans.refusals import NoPlan
 from planner.plans.solving import SEARCH_SECONDS, replan
 from planner.training.oom_report import FailureReport
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.workload.restoring import Restoring
+from profiler.workload.remembered_values import Restoring
 from profiler.workload.snapshot import RandomState, captured, modules_of, remember_modules
 from profiler.workload.workload import StepPhase, Workload
 

@@ -18,7 +18,7 @@ from torch import distributed
 from torch._C import _autograd, _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.tensor_parts import any_distributed
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.steps import causes_of
 

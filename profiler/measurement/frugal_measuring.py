@@ -21,10 +21,10 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import ChosenStage, Stages, alike, choose_stages
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import StepRecorder, trace_forward
+from profiler.workload.given_models import named_modules
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import TensorsOfState, first_step, held_by_nodes
 from profiler.workload.workload import OnPhase, Workload
-from profiler.workload.wrapped_models import named_modules
 
 _KEPT_BY_NODES = (
     "the graph keeps tensors beyond backward (a function's ctx.x = x, outputs or attributes without "

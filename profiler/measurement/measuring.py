@@ -39,6 +39,7 @@ from profiler.trace.stage_names import names_unseen
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.given_models import inner_model
 from profiler.workload.optimizers import with_inner
 from profiler.workload.sharded_units import states_in
 from profiler.workload.snapshot import RandomState
@@ -51,7 +52,6 @@ from profiler.workload.steps import (
     until_stepped,
 )
 from profiler.workload.workload import Workload
-from profiler.workload.wrapped_models import inner_model
 
 Progress = Callable[[str, int, int], None]
 TURNS = 3  # of a plain step and a forward without keeping

@@ -11,8 +11,8 @@ from torch import nn
 from profiler.capture.call_program import WATCHERS
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place
 from profiler.measurement.stage_marks import MarkedStep, StepProbe
+from profiler.workload.given_models import inner_model
 from profiler.workload.workload import Workload
-from profiler.workload.wrapped_models import inner_model
 
 
 class PlannedProbe(StepProbe):

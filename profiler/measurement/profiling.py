@@ -31,6 +31,7 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import Stages, StagesError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
+from profiler.workload.given_models import inner_model
 from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import (
@@ -43,7 +44,6 @@ from profiler.workload.steps import (
 )
 from profiler.workload.torch_flags import under_compiled_autograd
 from profiler.workload.workload import Workload
-from profiler.workload.wrapped_models import inner_model
 
 # Of what the device has left, profiling by itself takes so much: allocators, libraries and the trace need their part.
 SHARE_OF_ROOM = 0.75

@@ -18,9 +18,8 @@ from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.saved_signatures import SignatureCheck
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, change_counter, version_of
-from profiler.tensors.local_tensors import any_distributed
 from profiler.tensors.storages import has_storage, storage_of
-from profiler.tensors.tensor_parts import parts_of, sizes_of
+from profiler.tensors.tensor_parts import any_distributed, parts_of, sizes_of
 from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from profiler.records import ResidentBytes
-from profiler.tensors.local_tensors import local_part
 from profiler.tensors.storages import distinct_bytes
+from profiler.tensors.tensor_parts import local_part
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
 from profiler.workload.optimizers import optimizer_tensors, with_inner

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import profiler.pieces.row_functions  # noqa: F401 - it says what becomes of the output
 from profiler.pieces.head_output import HeadCall, HeadOutput, LossScale, Row
 from profiler.recomputation.torch_state import TorchState
-from profiler.tensors.local_tensors import any_distributed
+from profiler.tensors.tensor_parts import any_distributed
 from profiler.workload.compiled_forwards import Forward
 
 _ROWS = {"cpu": 128}  # fewer would not fill the cores

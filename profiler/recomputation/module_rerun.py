@@ -15,7 +15,7 @@ from profiler.recomputation.host_randomness import HostRandomness
 from profiler.recomputation.module_state import MOST_COPIED_BYTES, ModuleState
 from profiler.recomputation.rng_state import drawing_from_all, states_on
 from profiler.recomputation.torch_state import TorchState
-from profiler.tensors.local_tensors import collectives_under_way, wait_for_results
+from profiler.tensors.tensor_parts import collectives_under_way, wait_for_results
 from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.plain_objects import Change

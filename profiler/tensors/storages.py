@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from profiler.tensors.local_tensors import local_part
-from profiler.tensors.tensor_parts import parts_of
+from profiler.tensors.tensor_parts import local_part, parts_of
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.op_schema import traits_of
-from profiler.tensors.local_tensors import any_distributed
 from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import any_distributed
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from profiler.caller_warnings import warn_caller
 from profiler.tensors.tensor_memory import TensorMemory
+from profiler.workload.given_models import check_ready
 from profiler.workload.gradient_buckets import buckets_restored
 from profiler.workload.host_numbers import host_states
 from profiler.workload.iterator_places import replace_iterators
@@ -35,9 +36,7 @@ from profiler.workload.reachable import (
     tensors_held,
     tensors_of,
 )
-from profiler.workload.ready_models import check_ready
-from profiler.workload.remembered_values import Attributes, Memories, Snapshot, filled
-from profiler.workload.restoring import Restoring
+from profiler.workload.remembered_values import Attributes, Memories, Restoring, Snapshot, filled
 from profiler.workload.torch_flags import current_flags, stacks_kept
 from profiler.workload.workload import Workload
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import map_tensors, tensors_in
+from profiler.workload.given_models import check_ready
 from profiler.workload.optimizers import (
     Optimizers,
     given_optimizers,
@@ -24,7 +25,6 @@ from profiler.workload.optimizers import (
 )
 from profiler.workload.own_step import OwnStep
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
-from profiler.workload.ready_models import check_ready
 from profiler.workload.sharded_units import end_of_step
 from profiler.workload.workload_arguments import StepError, autocast_dtype, check_kinds, check_own, check_update
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.workload.remembered_values import Snapshot
-from profiler.workload.restoring import Restoring
+from profiler.workload.remembered_values import Restoring, Snapshot
 from profiler.workload.snapshot import modules_of, preserved, remember_modules
 from profiler.workload.workload import Workload
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import planner
 from profiler.tensors.tensor_memory import TensorMemory, same_values
 from profiler.tensors.tensor_parts import parts_of, sizes_of
-from profiler.workload.restoring import RestoreError, Restoring
+from profiler.workload.remembered_values import RestoreError, Restoring
 from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
 
