@@ -28,19 +28,17 @@ from profiler.recomputation.module_rerun import (
     with_other_history,
 )
 from profiler.recomputation.outer_hooks import SavedParameters
-from profiler.recomputation.saved_signatures import (
-    SavedSignature,
-    SignatureCheck,
-    is_undefined,
-    signature_of,
-    undefined_memory_shown,
-)
 from profiler.recomputation.saved_tensors import (
     RerunError,
+    SavedSignature,
+    SignatureCheck,
     TensorStandIn,
     Values,
     is_parameter_like,
+    is_undefined,
+    signature_of,
     some_values_of,
+    undefined_memory_shown,
     unpack,
 )
 from profiler.tensors.storages import storage_key

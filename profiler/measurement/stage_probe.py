@@ -14,8 +14,7 @@ from torch import Tensor
 from profiler.measurement.meter import Mark, MarkedPhases, Meter
 from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
-from profiler.recomputation.saved_signatures import SavedSignature, signature_of
-from profiler.recomputation.saved_tensors import is_parameter_like
+from profiler.recomputation.saved_tensors import SavedSignature, is_parameter_like, signature_of
 from profiler.tensors.storages import has_storage, storage_key, storage_of
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.agreement import any_rank, first_failure, gathered
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
-from profiler.recomputation.saved_signatures import SignatureCheck
-from profiler.recomputation.saved_tensors import PLAIN_TENSORS, change_counter, version_of
+from profiler.recomputation.saved_tensors import PLAIN_TENSORS, SignatureCheck, change_counter, version_of
 from profiler.tensors.storages import has_storage, storage_of
 from profiler.tensors.tensor_parts import any_distributed, parts_of, sizes_of
 from profiler.tensors.tensor_trees import in_new_containers, tensors_in

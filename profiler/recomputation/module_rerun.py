@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
-from profiler.recomputation.host_randomness import HostRandomness
 from profiler.recomputation.module_state import MOST_COPIED_BYTES, ModuleState
-from profiler.recomputation.rng_state import drawing_from_all, states_on
+from profiler.recomputation.rng_state import HostRandomness, drawing_from_all, states_on
 from profiler.recomputation.torch_state import TorchState
 from profiler.tensors.tensor_parts import collectives_under_way, wait_for_results
 from profiler.tensors.tensor_trees import map_tensors

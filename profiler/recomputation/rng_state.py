@@ -1,12 +1,22 @@
-"""The states of the random generators that an op may draw from, and drawing from them again."""
+"""The states of the random generators that a stage may draw from, torch's and the host's, and drawing from them again.
+
+Reading the state of Python's or numpy's global generator takes ten microseconds and more, and nearly no stage draws
+from them. So the words that a generator lies in are looked at first: where none has changed since its state was read,
+that is the state still.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ctypes
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor
 
 RecordedState = tuple[torch.device, Any]  # a device, and the state of its generator
@@ -50,3 +60,137 @@ def drawing_from_all(recorded: Sequence[RecordedState]) -> Iterator[None]:
     finally:
         for device, state in now:
             _set_state(device, state)
+
+
+# Of the Mersenne Twister: 624 words of four bytes, and how many of them are given out.
+_WORDS = 624
+_WORDS_BYTES = 4 * _WORDS + 4
+
+
+_Words = ctypes.c_char * _WORDS_BYTES
+
+
+class _Generator:
+    """A global generator, and the state that was read last, which stages share as long as nobody draws.
+
+    Args:
+        read, write: its state, as its library has it.
+        current: the generator as an object.
+        address: of such an object's words in memory; None where it has none.
+        packed: the words of a state as they should lie there.
+        holds_a_normal: whether of a state the second number of a pair is still to be given out, which changes no word.
+    """
+
+    __slots__ = (
+        "_address",
+        "_current",
+        "_holds_a_normal",
+        "_memory",
+        "_object",
+        "_packed",
+        "_read",
+        "_state",
+        "_words",
+        "_write",
+    )
+
+    def __init__(
+        self,
+        *,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        current: Callable[[], Any],
+        address: Callable[[Any], int | None],
+        packed: Callable[[Any], bytes],
+        holds_a_normal: Callable[[Any], bool],
+    ) -> None:
+        self._read, self._write, self._current, self._address = read, write, current, address
+        self._packed, self._holds_a_normal = packed, holds_a_normal
+        self._words = b""
+        self._state: Any = None
+        self._object: Any = None  # that the memory is of: it stays where it is as long as it lives
+        self._memory: Any = None
+
+    def now(self) -> Any:
+        """The state as it is; the same object where it is the same."""
+        words = self._words_now()
+        if not words or words != self._words or self._holds_a_normal(self._state):
+            self._state = self._read()
+            self._words = words if words == self._packed(self._state) else b""
+        return self._state
+
+    def put_back(self, state: Any) -> None:
+        """Make it the state again."""
+        if self.now() is not state:
+            self._write(state)
+            self._state, self._words = state, self._words_now()
+
+    def _words_now(self) -> bytes:
+        if (current := self._current()) is not self._object:
+            address = self._address(current)
+            self._object, self._memory = current, None if address is None else _Words.from_address(address)
+        return b"" if self._memory is None else self._memory.raw
+
+
+def _address_of_numpy(generator: Any) -> int | None:
+    return generator.ctypes.state_address if type(generator) is np.random.MT19937 else None
+
+
+def _packed_of_numpy(state: Any) -> bytes:
+    inside = state["state"]
+    return inside["key"].tobytes() + struct.pack("=i", int(inside.get("pos", 0))) if "key" in inside else b"-"
+
+
+def _address_of_python(generator: Any) -> int | None:
+    """Behind the head of CPython's object; where other words lie there, ``now`` reads the state every time."""
+    room_bytes = type(generator).__basicsize__ - object.__basicsize__
+    return id(generator) + object.__basicsize__ if room_bytes >= _WORDS_BYTES else None
+
+
+def _packed_of_python(state: Any) -> bytes:
+    *words, given_out = state[1]
+    return struct.pack(f"=i{_WORDS}I", given_out, *words)
+
+
+_NUMPY = _Generator(
+    read=lambda: np.random.get_state(legacy=False),
+    write=np.random.set_state,
+    current=mtrand.get_bit_generator,
+    address=_address_of_numpy,
+    packed=_packed_of_numpy,
+    holds_a_normal=lambda state: bool(state["has_gauss"]),
+)
+_PYTHON = _Generator(
+    read=random.getstate,
+    write=random.setstate,
+    current=lambda: random._inst,  # type: ignore[attr-defined]  # what the module's functions are methods of
+    address=_address_of_python,
+    packed=_packed_of_python,
+    holds_a_normal=lambda state: state[2] is not None,
+)
+
+
+class HostRandomness:
+    """Both states as they are now; as a context, both generators give the same numbers again, and go on afterwards."""
+
+    __slots__ = ("_now", "_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python, self._numpy = _PYTHON.now(), _NUMPY.now()
+
+    def has_advanced(self) -> bool:
+        """Whether somebody has drawn since."""
+        return self._python is not _PYTHON.now() or self._numpy is not _NUMPY.now()
+
+    def __enter__(self) -> None:
+        self._now = _PYTHON.now(), _NUMPY.now()
+        self._set(self._python, self._numpy)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(*self._now)
+        del self._now
+
+    @staticmethod
+    def _set(python: Any, numpy: Any) -> None:
+        _PYTHON.put_back(python)
+        _NUMPY.put_back(numpy)

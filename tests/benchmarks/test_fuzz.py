@@ -18,7 +18,7 @@ from benchmarks.fuzz.script import script, source
 from benchmarks.fuzz.shrinking import shrunk, smaller_cases
 from benchmarks.fuzz.verdicts import BAD, Outcome, has_remedy, judged, loaded
 from benchmarks.fuzz.workers import run
-from profiler.recomputation import saved_signatures
+from profiler.recomputation import saved_tensors
 
 SAMPLE = 60  # cases; half a minute on one core
 DROPPING = Model(layers=(Layer(kind="Norms"), Layer(kind="Dropping"), Layer(kind="Attends"), Layer(kind="Mlp")))
@@ -49,7 +49,7 @@ def test_random_numbers_that_are_not_put_back_are_found(monkeypatch: pytest.Monk
     with monkeypatch.context() as broken:
         forget_random_states(broken)
         assert judge(case).verdict == "refused"
-        broken.setattr(saved_signatures, "some_values_of", lambda tensor: ())  # Else values tell.
+        broken.setattr(saved_tensors, "some_values_of", lambda tensor: ())  # Else values tell.
         failure = judge(case)
         assert failure.verdict == "wrong" and "gradient" in failure.detail
         smallest = shrunk(failure, judge)
