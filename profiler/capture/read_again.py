@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, fx
 
+from profiler.capture.joint_graph import is_view
 from profiler.capture.programs import AGAIN
-from profiler.capture.traced_types import is_view
 from profiler.recomputation.host_copies import UncountedCopy
 from profiler.recomputation.saved_tensors import RerunError, Values, some_values_of, version_of
 

@@ -29,8 +29,7 @@ from profiler.records import (
 from profiler.tensors.storages import distinct_bytes
 from profiler.tensors.tensor_parts import COLLECTIVES
 from profiler.trace.obstacles import remedy_for, why_not_recomputable
-from profiler.trace.partition import ChosenStage, alike
-from profiler.trace.stage_names import name_outside, parents_of
+from profiler.trace.partition import ChosenStage, alike, name_outside, parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.given_models import class_name, inner_model

@@ -31,13 +31,19 @@ from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, r
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
 from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
-from profiler.trace.compiled_trace import trace_compiled
-from profiler.trace.heads import heads_of
-from profiler.trace.left_out import left_out_of
-from profiler.trace.partition import ChosenStage, Stages, StagesError, alike, choose_stages, stages_of
-from profiler.trace.stage_names import names_unseen
+from profiler.trace.divisible import heads_of
+from profiler.trace.partition import (
+    ChosenStage,
+    Stages,
+    StagesError,
+    alike,
+    choose_stages,
+    left_out_of,
+    names_unseen,
+    stages_of,
+)
 from profiler.trace.step_record import Trace
-from profiler.trace.step_trace import trace_step
+from profiler.trace.step_trace import trace_compiled, trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.given_models import inner_model
 from profiler.workload.optimizers import with_inner

@@ -1,4 +1,8 @@
-"""Cutting a traced step into stages: a chain of module calls, and what runs between them."""
+"""Cutting a traced step into stages: a chain of module calls, and what runs between them.
+
+Then by which names of modules the stages, and the ops inside them, can be called; and which blocks would be stages if
+they could run a second time, so that the cut had to go around them.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,17 @@ import fnmatch
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
-from profiler.records import WHOLE_MODEL
-from profiler.trace.obstacles import why_not_recomputable
+from profiler.op_graph import NamedModule
+from profiler.records import WHOLE_MODEL, LeftOutRecord
+from profiler.trace.obstacles import remedy_for, why_not_recomputable
 from profiler.trace.step_record import Call, Trace
+from profiler.workload.compiled_forwards import plain_name, unwrapped
 
 StagePattern = str | type[nn.Module]
 Stages = Sequence[StagePattern] | Literal["whole"] | None
@@ -352,3 +358,127 @@ def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     on_parameters = [(name, kind, "") for name, p in module.named_parameters() for kind in kinds if getattr(p, kind)]
     return (*on_modules, *on_parameters)
+
+
+def name_outside(stages: Sequence[str], k: int) -> str:
+    """What runs outside of stages directly before the one of this number is called, after all where there is none.
+
+    >>> [name_outside(["embed", "h.0"], k) for k in range(3)]
+    ['before embed', 'between embed and h.0', 'after h.0']
+    """
+    if not stages:
+        return "the whole model"
+    if k == 0:
+        return f"before {stages[0]}"
+    return f"after {stages[-1]}" if k == len(stages) else f"between {stages[k - 1]} and {stages[k]}"
+
+
+def names_unseen(model: nn.Module, trace: Trace, stages: Sequence[ChosenStage]) -> tuple[str, ...]:
+    """Names of modules that the step did not call, of the same class and with parameters like those of a stage."""
+    kinds = {_alike(stage.call.module) for stage in stages}
+    called = {id(call.module) for call in trace.calls}
+    return tuple(
+        plain_name(name)
+        for name, module in model.named_modules()
+        if id(module) not in called and unwrapped(module) is module and _alike(module) in kinds
+    )
+
+
+def _alike(module: nn.Module) -> object:
+    """Equal for modules of a class whose parameters are alike; never for those without parameters."""
+    shapes = tuple((plain_name(name), tuple(p.shape)) for name, p in module.named_parameters())
+    return (type(module), shapes) if shapes else id(module)
+
+
+def parents_of(trace: Trace, call: Call) -> tuple[NamedModule, ...]:
+    """Names and classes of the modules whose call one is a part of, the model first."""
+    parents = [trace.calls[k] for k in trace.ancestors(trace.calls.index(call))]
+    return tuple((parent.name, type(parent.module).__name__) for parent in reversed(parents))
+
+
+def modules_inside(trace: Trace, call: Call) -> tuple[NamedModule, ...]:
+    """Names, relative to it, and classes of the modules that ran in a call, itself first with an empty name."""
+    class_of: dict[str, str] = {}
+    for k, name in calls_inside(trace, call).items():
+        class_of.setdefault(name, type(trace.calls[k].module).__name__)
+    return tuple(class_of.items())
+
+
+def calls_inside(trace: Trace, call: Call) -> dict[int, str]:
+    """Positions of a call and of those inside it, in order, with the names of their modules as its own module has them.
+
+    A module that several stages share has one name in the model and one in each stage. One that
+    the stage's module calls but does not own goes by the name of the module that calls it.
+    """
+    names = {
+        id(module): plain_name(name) for name, module in call.module.named_modules() if unwrapped(module) is module
+    }
+    position = trace.calls.index(call)
+    name_of = {position: ""}
+    for k in range(position + 1, len(trace.calls)):
+        inner = trace.calls[k]
+        if inner.parent not in name_of:
+            break  # Calls stand in the order in which they began: what is inside follows without a gap.
+        name_of[k] = names.get(id(inner.module), name_of[inner.parent])
+    return name_of
+
+
+# Of all that is saved for backward: blocks that keep less of it are not what stands in the way.
+LEAST_SHARE = 0.05
+
+
+def left_out_of(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[LeftOutRecord, ...]:
+    """What the best cut would have had besides, had nothing spoken against it; equal blocks together.
+
+    Args:
+        trace: one traced step.
+        stages: that were found in it.
+    """
+    if not any(could_be_stage(call) and why_not_recomputable(call) for call in trace.calls):
+        return ()
+    groups: dict[tuple[str, str, str], list[Call]] = {}
+    for call in (trace.calls[k] for k in best_cut(trace, could_be_stage)):
+        if reason := why_not_recomputable(call):
+            key = _class_of(call.module), reason + _where(trace, call), remedy_for(call)
+            groups.setdefault(key, []).append(call)
+    least_bytes = LEAST_SHARE * trace.storages.total_bytes(trace.saved(0, len(trace.saves)))
+    records = [
+        LeftOutRecord(
+            names=tuple(stage_name(call) for call in sorted(calls, key=lambda call: call.first_op)),
+            module_class=module_class,
+            kept_bytes=_kept_bytes(trace, calls, stages),
+            reason=reason,
+            remedy=remedy,
+        )
+        for (module_class, reason, remedy), calls in groups.items()
+    ]
+    return tuple(record for record in records if record.kept_bytes >= max(1, least_bytes))
+
+
+def _class_of(module: nn.Module) -> str:
+    """The class by which a person knows the module, also where ``torch.jit`` has made another of it."""
+    return getattr(module, "original_name", type(module).__name__)
+
+
+def _kept_bytes(trace: Trace, calls: Iterable[Call], stages: Sequence[ChosenStage]) -> int:
+    """What calls save for backward outside of stages, and what they hide, without their inputs."""
+    spans = [(stage.call.first_save, stage.call.end_save) for stage in stages]
+    kept: set[int] = set()
+    for call in calls:
+        kept |= call.hidden
+        position = call.first_save
+        for first, end in sorted(span for span in spans if call.first_save <= span[0] and span[1] <= call.end_save):
+            kept |= trace.saved(position, first) - call.input_storages
+            position = end
+        kept |= trace.saved(position, call.end_save) - call.input_storages
+    return trace.storages.total_bytes(kept)
+
+
+def _where(trace: Trace, call: Call) -> str:
+    """The module within a block that brings the reason in, where that is one of its parts; empty otherwise."""
+    if not (call.side_effect or call.mutates_input):
+        return ""
+    reason = why_not_recomputable(call)
+    inside = [(name, trace.calls[k]) for k, name in calls_inside(trace, call).items() if name]
+    names = [name for name, inner in inside if why_not_recomputable(inner) == reason]
+    return f", in its {names[-1]}" if names else ""

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from profiler.op_graph import StageOp, StageOps, StageStorage
-from profiler.trace.partition import ChosenStage
-from profiler.trace.stage_names import calls_inside, modules_inside
+from profiler.trace.partition import ChosenStage, calls_inside, modules_inside
 from profiler.trace.step_record import Op, Trace
 
 

@@ -1,4 +1,7 @@
-"""Running one real step so that its module calls, saved tensors and ops are recorded."""
+"""Running one real step so that its module calls, saved tensors and ops are recorded.
+
+Of a compiled step a second trace says what goes into its stages, comes out of them and is saved once they are compiled.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +38,7 @@ from profiler.workload.snapshot import RandomState
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
+
 
 # A Taylor series of a degree that is chosen by the matrix's norm.
 _BY_NORM = ("aten::linalg_matrix_exp",)
@@ -483,3 +488,50 @@ def _deciding_tensors(op: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]
 def _is_branch(op: Any) -> bool:
     """Whether an op hands a value to Python, which may go another way with another one."""
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.data_dependent_output in op.tags
+
+
+def trace_compiled(workload: Workload, trace: Trace, calls: Sequence[Call]) -> tuple[Trace, list[Call]]:
+    """Run one step again, compiled this time, and record some of its calls as they are then.
+
+    Compiled code shows no ops: those of ``trace`` stay, and the new calls stand
+    where the old ones stood among them.
+
+    Args:
+        workload: its model is compiled, or something in it.
+        trace: of the same step, uncompiled.
+        calls: those to record; none inside of another.
+
+    Raises:
+        ValueError: the compiled step does not make such a call.
+    """
+    modules = {id(call.module): (call.name, call.module) for call in calls}.values()
+    compiled = StepRecorder(workload, trace.storages).record_step(modules, nullcontext())
+    compiled_calls = [_compiled_call(compiled, call) for call in calls]
+    compiled.ops = _with_stage_storages(trace, compiled_calls)
+    compiled.backward_ops = trace.backward_ops
+    return compiled, compiled_calls
+
+
+def _compiled_call(compiled: Trace, old: Call) -> Call:
+    """The call in the compiled step that is ``old`` in the uncompiled one, at the place of that among its ops."""
+    key = id(old.module), old.index
+    call = next((call for call in compiled.calls if (id(call.module), call.index) == key), None)
+    if call is None:
+        raise ValueError(f"expected the compiled step to call {old.name!r} {old.index + 1} times, got fewer calls")
+    call.first_op, call.end_op = old.first_op, old.end_op
+    for save in compiled.saves[call.first_save : call.end_save]:
+        save.op = old.end_op  # A compiled forward saves at its end.
+    return call
+
+
+def _with_stage_storages(trace: Trace, calls: Iterable[Call]) -> list[Op]:
+    """The ops, with the storages that compiled calls take or return: made inside the call, or just before it."""
+    ops = list(trace.ops)
+    known = set(trace.always_alive)
+    for call in calls:
+        for storages, position in ((call.input_storages, call.first_op - 1), (call.output_storages, call.end_op - 1)):
+            new = storages - known
+            if new and position >= 0:
+                ops[position] = replace(ops[position], storages=(*ops[position].storages, *sorted(new)))
+            known |= new
+    return ops

@@ -10,9 +10,8 @@ from torch import nn
 
 from profiler.json_files import from_plain, to_plain
 from profiler.op_graph import NamedStage, StageOps
-from profiler.trace.partition import ChosenStage, choose_stages
+from profiler.trace.partition import ChosenStage, choose_stages, parents_of
 from profiler.trace.stage_dataflow import stage_ops_of
-from profiler.trace.stage_names import parents_of
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.workload import Workload
