@@ -7,7 +7,7 @@ import random
 import pytest
 
 from profiler.measurement.meter import Mark, Place
-from profiler.measurement.program_costs import Costs, ProgramCost, Sample, steady_seconds
+from profiler.measurement.program_steps import Costs, ProgramCost, Sample, steady_seconds
 from profiler.records import Phase
 from tests.support.option_groups import BACKWARD, FORWARD, group, marked
 
