@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from profiler.op_graph import StageOp, StageOps, StageStorage
-from profiler.step_graph import StepGraph
-from profiler.step_replay import SideReplay, StepRuns, replay_step, runs_once
+from profiler.step_graph import SideReplay, StepGraph, StepRuns, replay_step, runs_once
 
 _KINDS_NAMED = 3
 # What tracing calls otherwise than eager code does.

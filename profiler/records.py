@@ -16,8 +16,7 @@ import msgspec
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.op_graph import StageOps
 from profiler.program_replay import call_replay, forward_flow, kept_and_rerun, name_of_runs
-from profiler.step_graph import Bytes, Seconds, StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_graph import Bytes, Seconds, StepGraph, StepRuns
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import numpy as np
 
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, Profile, StageRecord
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepGraph, StepRuns
 
 # Deviation from a line, as a share of what the bytes grow by, that counts as none: a CUDA allocator rounds every tensor
 # up to 512 bytes, which of tensors of half a megabyte is that share.

@@ -13,7 +13,7 @@ from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile, is_of_whole_model
-from profiler.step_replay import StepRuns, runs_once
+from profiler.step_graph import StepRuns, runs_once
 from profiler.workload.workload import Workload
 
 # Halving and doubling takes two profiles for each doubling of the limit, and each training mode has its own: enough

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.distributed.rank_failures import RankError
-from profiler.largest_values import UnlikeValues, merged_largest
+from profiler.agreement import UnlikeValues, merged_largest
 from profiler.measurement.step_measurement import Measurement
 from profiler.records import LinkRecord, Profile, ResidentBytes
 

@@ -13,8 +13,7 @@ from planner.plans.refusals import NoPlan
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns, replay_step, runs_once
+from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once
 from solvers import Problem, Schedule, replay
 from solvers.problem.chain_schedule import RUNS
 from solvers.problem.chain_simulator import ReplayedAction

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from planner.plans.refusals import NothingFound, require_schedule
 from planner.steps.graph_problem import StepProblem, StepSurroundings
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepGraph, StepRuns
 from solvers.graph.registry import DEFAULT_GAP, GraphSolution, solve_graph
 from solvers.problem.deadline import Deadline, left_seconds
 from solvers.problem.solution import GraphProblem

@@ -20,8 +20,7 @@ from profiler.measurement.measuring import Progress
 from profiler.pieces.comparison import NotInPieces, compared, in_pieces, of_head
 from profiler.progress import tell
 from profiler.records import WHOLE_MODEL, ModulePieces, PiecesRecord, Profile
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns, runs_once
+from profiler.step_graph import StepGraph, StepRuns, runs_once
 from profiler.trace.divisible import COUNTS, divisible_modules
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import is_compiled

@@ -20,8 +20,7 @@ import numpy as np
 
 from profiler.program_replay import call_replay
 from profiler.records import MenuRecord
-from profiler.step_graph import StepGraph
-from profiler.step_replay import runs_once
+from profiler.step_graph import StepGraph, runs_once
 from solvers import Chain
 from solvers.highs import Program
 from solvers.problem.chain import Option

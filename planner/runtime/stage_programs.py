@@ -20,7 +20,7 @@ from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.capture.step_dataflow import step_graph_of
 from profiler.records import MenuRecord
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepRuns
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from planner.steps.group_order import moved_groups
 from planner.steps.op_groups import OpGroup, groups_of, inner_bytes, small_storages
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepReplay, StepRuns, replay_step, runs_once
+from profiler.step_graph import StepGraph, StepReplay, StepRuns, replay_step, runs_once
 from solvers.problem.graph import Graph, Node, Side
 
 SMALL_SHARE = 1e-3  # of the bytes at the peak: that much all small storages hold together

@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 from profiler.capture.joint_graph import JointGraph
 from profiler.capture.random_ops import device_of, draws, random_state, run_from_state
 from profiler.capture.step_dataflow import STATISTICS, is_batch_norm, second_call
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepGraph, StepRuns
 from profiler.workload.torch_flags import flags_now, set_flags
 
 AGAIN = "planner_again"  # in what is noted of a call in a program of backward: forward has run it before

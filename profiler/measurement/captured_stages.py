@@ -20,8 +20,7 @@ from profiler.capture.step_dataflow import step_graph_of
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.op_costs import measured_graph
 from profiler.measurement.stage_probe import FirstRun
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepGraph, StepRuns
 from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.partition import HOOKS_OF_CALLS, ChosenStage

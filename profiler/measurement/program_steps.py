@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from profiler.agreement import first_failure, gathered, made_by_rank0
-from profiler.largest_values import merged_largest
+from profiler.agreement import first_failure, gathered, made_by_rank0, merged_largest
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, PhasesOfMark, by_mark, time_meter
 from profiler.measurement.option_groups import (
@@ -26,7 +25,7 @@ from profiler.measurement.option_groups import (
 )
 from profiler.measurement.stage_probe import StageProbe
 from profiler.records import MenuRecord, OptionRecord, Phase
-from profiler.step_replay import runs_once
+from profiler.step_graph import runs_once
 from profiler.workload.forward_patches import Forward
 from profiler.workload.snapshot import RandomState
 

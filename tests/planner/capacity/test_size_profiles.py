@@ -16,7 +16,7 @@ from planner.capacity.scaling import ProfileScaling
 from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
 from planner.capacity.smallest_size import SearchStart
 from planner.capacity.step_trial import Trial
-from profiler.step_replay import runs_once
+from profiler.step_graph import runs_once
 
 BUDGET = 10**7
 UNFIT = 6  # layers that the model is not built with

@@ -20,7 +20,7 @@ from planner.plans.plan import StageDecision
 from planner.plans.short_names import common_path, names_in_short
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepRuns
 from tests.support.printed_text import text_of
 
 MIB = 2**20

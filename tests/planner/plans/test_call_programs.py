@@ -19,8 +19,7 @@ from profiler.capture.captured_call import CapturedCall, capture_call
 from profiler.capture.programs import StepOrder
 from profiler.measurement.op_costs import measured_graph
 from profiler.program_replay import CallReplay, call_replay
-from profiler.step_graph import StepGraph, StepOp, StepStorage
-from profiler.step_replay import StepRuns, runs_once
+from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage, runs_once
 from solvers import Problem
 
 

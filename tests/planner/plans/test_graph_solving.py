@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner.plans.graph_solving import GraphSearch, first_difference, order_within
 from planner.steps.graph_problem import StepProblem, step_problem
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepRuns
 from tests.support.chain_steps import AROUND, KIB, chain_step
 
 SIZE = 100 * KIB

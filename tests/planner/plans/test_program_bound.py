@@ -13,8 +13,7 @@ from planner.plans.call_programs import program_menu
 from planner.plans.cost_model import chain_of
 from planner.plans.program_bound import chain_with_any_programs, least_costs
 from profiler.program_replay import call_replay, runs_with
-from profiler.step_graph import StepGraph, StepOp, StepStorage
-from profiler.step_replay import runs_once
+from profiler.step_graph import StepGraph, StepOp, StepStorage, runs_once
 from solvers import Problem, solve_chain
 from solvers.chain.lower_bound import bound_seconds
 

@@ -9,8 +9,7 @@ import pytest
 
 from planner.steps.group_order import moved_groups
 from planner.steps.op_groups import OpGroup, groups_of
-from profiler.step_graph import Side, StepGraph, StepOp, StepStorage
-from profiler.step_replay import SideReplay, StepRuns, replay_step
+from profiler.step_graph import Side, SideReplay, StepGraph, StepOp, StepRuns, StepStorage, replay_step
 
 
 def op(name: str, reads: tuple[int, ...], makes: tuple[int, ...], *, side: Side = "forward") -> StepOp:

@@ -16,8 +16,7 @@ from profiler.capture.call_program import CallProgram, difference
 from profiler.capture.captured_call import capture_call
 from profiler.capture.programs import StepOrder, order_of, programs_of
 from profiler.capture.step_dataflow import step_graph_of
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns
+from profiler.step_graph import StepGraph, StepRuns
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import solve_graph
 from solvers.problem.solution import GraphProblem

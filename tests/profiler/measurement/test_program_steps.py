@@ -16,8 +16,7 @@ from profiler.measurement.program_steps import ProgramSteps
 from profiler.measurement.stage_probe import ReplacingStep, StageProbe
 from profiler.op_graph import StageStorage
 from profiler.records import MenuRecord, Phase
-from profiler.step_graph import StepGraph
-from profiler.step_replay import StepRuns, runs_once
+from profiler.step_graph import StepGraph, StepRuns, runs_once
 from profiler.workload.forward_patches import Forward
 from profiler.workload.snapshot import RandomState
 from tests.support.odd_models import workload

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from profiler.step_graph import StepGraph, StepOp, StepStorage
-from profiler.step_replay import StepRuns, replay_step, runs_once
+from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage, replay_step, runs_once
 
 A, B, OUT, TANGENT, GRAD_B, GRAD = range(6)
 SIZES = (10, 20, 40, 80, 160, 320)

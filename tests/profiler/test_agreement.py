@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from profiler.largest_values import UnlikeValues, merged_largest
+from profiler.agreement import UnlikeValues, merged_largest
 from profiler.records import Phase, StageRecord
 
 
