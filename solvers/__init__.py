@@ -9,8 +9,7 @@ from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.chain_schedule import Action, Schedule
 from solvers.problem.chain_simulator import Replay, ReplayError, replay
 from solvers.problem.copy_engines import Copy
-from solvers.problem.graph import Graph, Node
-from solvers.problem.graph_schedule import GraphAction, GraphSchedule
+from solvers.problem.graph import Graph, GraphAction, GraphSchedule, Node
 from solvers.problem.graph_simulator import GraphReplay, GraphReplayError, replay_graph
 from solvers.problem.link import Link
 from solvers.problem.solution import GraphProblem, Problem, Shortage, Solution

@@ -23,8 +23,7 @@ from solvers.chain.baselines import keep_all_replay
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import DEFAULT_GAP, solve_graph
 from solvers.problem.chain import Chain
-from solvers.problem.graph import Graph
-from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.graph import Graph, GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.solution import GraphProblem
 

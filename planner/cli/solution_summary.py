@@ -14,7 +14,7 @@ from profiler.json_files import from_plain, to_plain
 from profiler.records import LeftOutRecord, PiecesRecord
 from profiler.target_record import TargetRecord
 from solvers import Replay, Schedule, Solution
-from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.graph import GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay
 from solvers.problem.link import Link
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from solvers.arrays import Integers
 from solvers.problem.deadline import check_deadline
-from solvers.problem.graph import Graph
-from solvers.problem.graph_schedule import GraphAction, GraphSchedule
+from solvers.problem.graph import Graph, GraphAction, GraphSchedule
 from solvers.problem.graph_simulator import GraphReplay, replay_graph
 
 

@@ -27,8 +27,7 @@ from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seco
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.order_repair import fits
 from solvers.problem.deadline import Deadline, check_deadline
-from solvers.problem.graph import Graph
-from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.graph import Graph, GraphSchedule
 from solvers.problem.graph_simulator import replay_graph
 from solvers.problem.number_checks import check_time_limit
 from solvers.problem.solution import GraphProblem, Shortage, Solution, undominated

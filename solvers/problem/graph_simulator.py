@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from solvers.problem.graph import Graph
-from solvers.problem.graph_schedule import GraphAction, GraphSchedule
+from solvers.problem.graph import Graph, GraphAction, GraphSchedule
 
 
 class GraphReplayError(ValueError):

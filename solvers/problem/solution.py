@@ -8,8 +8,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from solvers.problem.chain import Chain
 from solvers.problem.chain_schedule import Schedule
-from solvers.problem.graph import Graph
-from solvers.problem.graph_schedule import GraphSchedule
+from solvers.problem.graph import Graph, GraphSchedule
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_budget
 

@@ -13,9 +13,8 @@ from solvers.graph.lower_bound import smallest_working_set
 from solvers.graph.moments import MomentSearch, first_moments, rerunnable_nodes
 from solvers.graph.moments_program import MomentsProgram
 from solvers.graph.neighbourhood_search import NeighbourhoodSearch
-from solvers.graph.order_merging import OrderMerging
+from solvers.graph.order_merging import OrderMerging, TemplateProgram, template_of
 from solvers.graph.order_repair import keep_what_fits
-from solvers.graph.template_program import TemplateProgram, template_of
 from solvers.highs import Program
 from solvers.problem.examples import training_graph
 from solvers.problem.graph_simulator import replay_graph

@@ -12,8 +12,7 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
 from solvers.problem.examples import training_graph
-from solvers.problem.graph import Graph, Node
-from solvers.problem.graph_schedule import GraphAction, GraphSchedule
+from solvers.problem.graph import Graph, GraphAction, GraphSchedule, Node
 from solvers.problem.graph_simulator import GraphReplayError, replay_graph
 
 
