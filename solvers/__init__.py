@@ -5,8 +5,7 @@ import sys
 from solvers.chain import revolve
 from solvers.chain.registry import frontier, solve_chain, solver_names
 from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
-from solvers.problem.chain import Chain, Option, Stage
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Chain, Option, Schedule, Stage
 from solvers.problem.chain_simulator import Replay, ReplayError, replay
 from solvers.problem.copy_engines import Copy
 from solvers.problem.graph import Graph, GraphAction, GraphSchedule, Node

@@ -15,7 +15,7 @@ from planner.plans.solving import feasible_solution, solver_for
 from planner.units import parse_bytes
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.baselines import keep_all_replay
-from solvers.problem.chain_schedule import RUNS
+from solvers.problem.chain import RUNS
 
 SOLUTION_FORMAT = "planner-chain-solution"
 SOLUTION_VERSION = 1

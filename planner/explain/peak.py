@@ -13,7 +13,7 @@ from profiler.op_graph import StageOps
 from profiler.program_replay import random_state_bytes
 from profiler.records import MenuRecord, OptionRecord, ResidentBytes
 from solvers import Chain, Schedule
-from solvers.problem.chain_schedule import RUNS
+from solvers.problem.chain import RUNS
 from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_each
 
 KEPT = "kept from forward"

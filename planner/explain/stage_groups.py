@@ -9,7 +9,7 @@ from planner.plans.plan import Plan, StageDecision
 from planner.plans.short_names import names_in_short
 from profiler.op_graph import StageOps
 from profiler.records import MenuRecord, OptionRecord
-from solvers.problem.chain_schedule import RUNS
+from solvers.problem.chain import RUNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
 from solvers.chain import baselines
-from solvers.problem.chain_schedule import RUNS
+from solvers.problem.chain import RUNS
 from solvers.problem.chain_simulator import ReplayedAction
 from solvers.problem.copy_engines import Copy
 from solvers.problem.link import Link

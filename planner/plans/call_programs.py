@@ -15,7 +15,7 @@ from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once
 from solvers import Problem, Schedule, replay
-from solvers.problem.chain_schedule import RUNS
+from solvers.problem.chain import RUNS
 from solvers.problem.chain_simulator import ReplayedAction
 
 _MENU_SECONDS = 1.5  # for all searches of a menu together

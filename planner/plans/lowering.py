@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from planner.plans.plan import PlannedStage
-from solvers.problem.chain_schedule import RUNS, TRANSFERS, Action, ActionKind, Schedule
+from solvers.problem.chain import RUNS, TRANSFERS, Action, ActionKind, Schedule
 
 RerunMode = Literal["drop", "keep", "until_saved"]
 _Phases = list[tuple[int, list[Action]]]  # each stage that goes backward, in order, with the actions before it

@@ -7,7 +7,7 @@ from collections import Counter
 from profiler.op_graph import StageOps
 from profiler.records import Profile
 from solvers import Chain, Schedule
-from solvers.problem.chain_schedule import RUNS
+from solvers.problem.chain import RUNS
 
 # Less than a page is not worth a copy and the memory of its host buffer.
 SMALLEST_OFFLOAD_UNIT_BYTES = 4096

@@ -15,8 +15,7 @@ from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
 from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import RUNS, TRANSFERS, Action, Schedule
+from solvers.problem.chain import RUNS, TRANSFERS, Action, Chain, Schedule
 from solvers.problem.chain_simulator import replay
 
 StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]

@@ -12,7 +12,7 @@ from planner.plans.offloadable import input_offload_units, offload_units_among, 
 from planner.plans.plan import PlannedStage, StageDecision
 from profiler.records import MenuRecord, OptionRecord, Profile
 from solvers import Chain, Schedule
-from solvers.problem.chain_schedule import RUNS
+from solvers.problem.chain import RUNS
 from solvers.problem.chain_simulator import Replay
 from solvers.problem.solution import Accepts
 

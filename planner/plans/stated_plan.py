@@ -27,7 +27,7 @@ from solvers.chain.fixed_stages import expanded, restricted
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage_of
 from solvers.chain.segments import Segment, segmented_schedule
-from solvers.problem.chain_schedule import RUNS, Action
+from solvers.problem.chain import RUNS, Action
 
 SOLVER = "by hand"
 _PROVEN = 1e-9  # relative distance from the bound that counts as none

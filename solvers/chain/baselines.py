@@ -12,8 +12,7 @@ Paper: the per-layer checkpoints of Chen et al., "Training deep nets with sublin
 from __future__ import annotations
 
 from solvers.chain.segments import Segment, segmented_schedule
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain import Chain, Schedule
 from solvers.problem.chain_simulator import Replay, replay
 
 

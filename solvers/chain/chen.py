@@ -18,8 +18,7 @@ import math
 from itertools import pairwise
 
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain import Chain, Schedule
 from solvers.problem.deadline import check_deadline
 
 

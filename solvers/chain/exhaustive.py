@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
-from solvers.problem.chain import Chain, Shared
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Chain, Schedule, Shared
 from solvers.problem.deadline import check_deadline
 from solvers.problem.number_checks import check_size
 from solvers.problem.solution import Candidate, Problem

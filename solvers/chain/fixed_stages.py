@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from solvers.chain.segments import Segment, first_pass, second_pass
-from solvers.problem.chain import Chain, Option, Shared, Stage
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Chain, Option, Schedule, Shared, Stage
 from solvers.problem.chain_simulator import ReplayedAction, replay
 
 

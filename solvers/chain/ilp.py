@@ -32,8 +32,7 @@ from itertools import accumulate, chain
 
 import pulp
 
-from solvers.problem.chain import Stage
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Schedule, Stage
 from solvers.problem.chain_simulator import replay
 from solvers.problem.number_checks import check_size
 from solvers.problem.solution import Candidate, Problem

@@ -19,8 +19,7 @@ from solvers.chain.candidates import BASELINES, all_baseline_schedules, baseline
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import smallest_schedule
 from solvers.chain.registry import frontier, solve_chain
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain import Chain, Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.deadline import Deadline, check_deadline
 from solvers.problem.solution import Problem, Shortage, Solution

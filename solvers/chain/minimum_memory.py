@@ -18,8 +18,7 @@ import numpy as np
 
 from solvers.arrays import Integers
 from solvers.chain.persistent import ChainBytes, PersistentChoice, persistent_schedule
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import TRANSFERS, Schedule
+from solvers.problem.chain import TRANSFERS, Chain, Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.deadline import check_deadline
 from solvers.problem.link import Link

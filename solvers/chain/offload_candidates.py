@@ -30,8 +30,7 @@ from solvers.chain.candidates import (
 )
 from solvers.chain.minimum_memory import smallest_schedule
 from solvers.chain.transfer_placement import Placement
-from solvers.problem.chain import Chain, Stage
-from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain import Chain, Schedule, Stage
 from solvers.problem.link import Link
 from solvers.problem.solution import Problem
 

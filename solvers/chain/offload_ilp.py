@@ -26,7 +26,7 @@ from solvers.arrays import Floats
 from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
 from solvers.chain.persistent import ChainBytes, PersistentChoice
 from solvers.highs import Program
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Schedule
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_size
 from solvers.problem.solution import Problem

@@ -19,8 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from solvers.arrays import Integers
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Chain, Schedule
 from solvers.problem.deadline import check_deadline
 
 

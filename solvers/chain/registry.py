@@ -33,8 +33,7 @@ from solvers.chain.offload_candidates import (
     schedules_with_copies,
     smallest_with_copies,
 )
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import TRANSFERS, Schedule
+from solvers.problem.chain import TRANSFERS, Chain, Schedule
 from solvers.problem.deadline import Deadline, left_seconds, unlimited
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_time_limit

@@ -18,8 +18,7 @@ from math import comb
 
 from solvers.chain.persistent import PersistentChoice, persistent_schedule
 from solvers.chain.segments import Segment, droppable_runs
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain import Chain, Schedule
 from solvers.problem.number_checks import is_whole
 
 _CANDIDATES = 48  # slot numbers tried: all for short chains, in equal ratios for long ones, whose curve is smooth

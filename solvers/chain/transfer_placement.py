@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Chain, Schedule
 from solvers.problem.chain_simulator import replay
 from solvers.problem.deadline import check_deadline
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from solvers.problem.chain import Chain, Option, Shared
-from solvers.problem.chain_schedule import TRANSFERS, Action, Schedule
+from solvers.problem.chain import TRANSFERS, Action, Chain, Option, Schedule, Shared
 from solvers.problem.copy_engines import Copy, CopyEngines, CopyError
 from solvers.problem.deadline import check_deadline
 from solvers.problem.link import Link

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from solvers.problem.chain import Chain
-from solvers.problem.chain_schedule import Schedule
+from solvers.problem.chain import Chain, Schedule
 from solvers.problem.graph import Graph, GraphSchedule
 from solvers.problem.link import Link
 from solvers.problem.number_checks import check_budget

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from solvers import Chain, Schedule
-from solvers.problem.chain_schedule import Action
+from solvers.problem.chain import Action
 from solvers.problem.link import Link
 
 AMPLE = Link(to_host_bytes_per_second=1e12, to_device_bytes_per_second=1e12)

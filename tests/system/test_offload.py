@@ -17,7 +17,7 @@ from planner.runtime import applier
 from planner.runtime.simulated_link import SimulatedCopyEngine
 from profiler.workload.workload import Workload
 from solvers import Chain, Schedule
-from solvers.problem.chain_schedule import Action
+from solvers.problem.chain import Action
 from solvers.problem.link import Link
 from tests.support.exactness import assert_same, choosing_inside, state_after
 from tests.support.odd_models import workload

@@ -13,7 +13,7 @@ from planner.plans.lowering import (
     lower_schedule,
 )
 from planner.plans.plan import PlannedStage
-from solvers.problem.chain_schedule import Action, Schedule
+from solvers.problem.chain import Action, Schedule
 from tests.support.planned_blocks import planned_block
 
 
