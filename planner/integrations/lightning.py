@@ -52,7 +52,7 @@ class MemoryBudgetCallback(Callback):
         solver, offload, headroom, numerics: as for ``planner.solve``; nothing is offloaded once batches have changed
             shapes.
         limit: bytes that no step of profiling takes more than, for a step that does not fit without a plan.
-        verify: hold the plan against its own run, as ``planner.auto_checkpoint`` does.
+        verify: check the plan against its own run, as ``planner.auto_checkpoint`` does.
         watch: also take the peak of a step on a CPU; on CUDA that is free and done anyway.
 
     Raises:

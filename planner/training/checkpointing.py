@@ -65,7 +65,7 @@ def auto_checkpoint(
         step: one whole training step as your loop runs it, where that is another than the usual one; as for
             ``Workload``.
         stages, solver, offload, headroom: as for ``profile`` and ``solve``.
-        verify: hold the plan against its own run and use the fastest of those that were run, as ``planner.verify``
+        verify: check the plan against its own run and use the fastest of those that were run, as ``planner.verify``
             does, where that can be: not with ``dynamic``, compiled models, and steps that do not fit unplanned.
         dynamic: batches change their shapes.
         sizes: more batches to profile now (or a ``Workload`` each, where the loss depends on the batch): give the
