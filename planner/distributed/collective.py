@@ -21,7 +21,7 @@ from planner.plans.rules import Rule, Rules
 from planner.plans.solving import Numerics
 from planner.runtime import applier
 from planner.runtime.applier import Backend, Handle, handle_of
-from planner.runtime.given_arguments import given_plan
+from planner.runtime.model_match import given_plan
 from planner.units import format_bytes, format_seconds
 from profiler.measurement import step_measurement
 from profiler.measurement.captured_stages import ProposeRuns

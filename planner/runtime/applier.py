@@ -13,13 +13,10 @@ from torch import nn
 
 from planner.plans.lowering import LoweredSchedule, lower_schedule
 from planner.plans.plan import Plan
-from planner.runtime.compiled_models import CompiledCalls, made_compiled, module_named
-from planner.runtime.copy_engine import CopyEngine
-from planner.runtime.cuda_link import CudaCopyEngine
-from planner.runtime.given_arguments import given_model, given_plan
+from planner.runtime.copy_engines import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from planner.runtime.kept_runs import CheckTurns, Deviations
 from planner.runtime.loop_watch import LoopWatch, is_metered
-from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types
+from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types, given_model, given_plan
 from planner.runtime.plan_checks import (
     BatchShapes,
     ParameterChecks,
@@ -32,9 +29,8 @@ from planner.runtime.plan_checks import (
     warn_once,
 )
 from planner.runtime.planned_step import PlannedStep
-from planner.runtime.simulated_link import SimulatedCopyEngine
 from planner.runtime.stage_input import BatchCopies
-from planner.runtime.stage_places import StagePlaces, split_name
+from planner.runtime.stage_places import CompiledCalls, StagePlaces, made_compiled, module_named, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.capture.call_program import Compiled

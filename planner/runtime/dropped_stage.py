@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from planner.plans.lowering import Rerun
 from planner.plans.plan import PlannedStage
 from planner.runtime.kept_runs import KeptRuns
-from planner.runtime.offloaded_tensors import OffloadedStorage
 from planner.runtime.plan_checks import warn_of_a_retained_graph, warn_once
 from planner.runtime.shared_outputs import SharedOutputs
 from planner.runtime.stage_input import StageInput, StageOutput
+from planner.runtime.transfers import OffloadedStorage
 from profiler.capture.call_program import BoundProgram, CallProgram
 from profiler.capture.read_again import CHANGED
 from profiler.recomputation.module_rerun import (

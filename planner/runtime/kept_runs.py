@@ -11,12 +11,10 @@ from torch import Tensor
 
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan, PlannedStage
-from planner.runtime.offload_matching import SavedTensorLog
-from planner.runtime.offloaded_tensors import OffloadableTensor
 from planner.runtime.plan_checks import is_larger, warn_once
 from planner.runtime.shared_outputs import SharedOutputs
 from planner.runtime.stage_input import BatchCopies
-from planner.runtime.transfers import TransferExecutor
+from planner.runtime.transfers import OffloadableTensor, SavedTensorLog, TransferExecutor
 from profiler.recomputation.module_rerun import NOT_NEEDED, CallState, Saw, rerun_keeping
 from profiler.recomputation.saved_tensors import SavedTensor, unpack
 from profiler.tensors.tensor_parts import sizes_of

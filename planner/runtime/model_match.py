@@ -1,16 +1,57 @@
-"""Whether a model is the one that a plan was made for: its stages, their shapes, and the precision it runs in."""
+"""Whether ``planner.apply`` is given a plan and the model that it was made for: stages, shapes and precision."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 
+from planner.plans.given_sources import object_or_file, type_in_words
 from planner.plans.plan import Plan, PlannedStage
-from planner.runtime.compiled_models import module_named
-from planner.runtime.stage_places import split_name
+from planner.plans.plan_claims import PlanClaims
+from planner.runtime.stage_places import module_named, split_name
+from profiler.records import Profile
 from profiler.workload.compiled_forwards import COMPILED, plain_name
-from profiler.workload.given_models import class_name
+from profiler.workload.given_models import check_initialised, class_name
 from profiler.workload.precision import precision_of, types_part
+from profiler.workload.workload import Workload
+
+
+def given_plan(plan: Any, caller: str = "apply") -> Plan:
+    """The plan, read from its file where a path is given; ``caller`` names in errors who was given it.
+
+    Raises:
+        ValueError: it is of another kind, or the file is no plan.
+    """
+    return object_or_file(plan, Plan, caller, _remedy)
+
+
+def given_model(model: Any) -> nn.Module:
+    """The model, with parameters that have shapes.
+
+    Raises:
+        ValueError: it is of another kind, or has lazy modules that have not run.
+    """
+    if isinstance(model, Workload):
+        raise ValueError("apply: expected a torch.nn.Module, got a Workload; pass workload.model")
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"apply: expected a torch.nn.Module, got {type_in_words(model)}; "
+            "call planner.apply(model, plan), the model first"
+        )
+    check_initialised(model, "apply")
+    return model
+
+
+def _remedy(plan: Any) -> str:
+    if isinstance(plan, Profile):
+        return "solve it first: plan = planner.solve(profile, budget=...)"
+    if isinstance(plan, (Workload, nn.Module)):
+        return "profile and solve first: plan = planner.solve(planner.profile(workload), budget=...)"
+    if isinstance(getattr(plan, "plan", None), PlanClaims):
+        return "pass its plan attribute"
+    return "pass what planner.solve returned"
 
 
 class PlanMismatch(ValueError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
-from planner.runtime.copy_engine import CopyEngine
+from planner.runtime.copy_engines import CopyEngine
 from planner.runtime.dropped_stage import DroppedStage
 from planner.runtime.kept_runs import Deviations, KeptRuns
 from planner.runtime.plan_checks import warn_of_a_larger_step, warn_once

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.runtime.offload_matching import input_storages
-from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
+from planner.runtime.transfers import OffloadableTensor, OffloadedStorage, input_storages
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.module_rerun import detached
 from profiler.recomputation.saved_tensors import (

@@ -1,22 +1,222 @@
-"""Carries out a plan's copies to host memory and back, each as the step comes to its moment."""
+"""Copies to host memory and back: the storages that travel, with the tensors that view them, each at its moment.
+
+A stage's saved tensors are matched with the storages that its profile numbers; the plan's transfers name these numbers.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from planner.plans.lowering import LoweredSchedule, Transfer, TransferMoment
 from planner.plans.plan import Plan
-from planner.runtime.copy_engine import CopyEngine
-from planner.runtime.offload_matching import match_saved_storages
-from planner.runtime.offloaded_tensors import OffloadableTensor, OffloadedStorage
+from planner.runtime.copy_engines import CopyEngine, HostCopy, HostFetch, bytes_of
 from planner.runtime.plan_checks import warn_once
+from profiler.op_graph import StageOps
+from profiler.recomputation.outer_hooks import SavedParameters
+from profiler.recomputation.saved_tensors import (
+    Geometry,
+    SavedTensor,
+    geometry_of,
+    is_parameter_like,
+    tensor_over,
+    version_of,
+)
+from profiler.tensors.storages import storage_key, storage_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
+
+
+class OffloadableTensor(SavedTensor):
+    """Stands in the graph, or in a stage's input, for a tensor that may be in host memory in the meantime.
+
+    Whoever needs the tensor owns this, and this owns the offloaded storage: all goes when the graph does.
+    """
+
+    __slots__ = ("__weakref__", "_geometry", "_requires_grad", "_storage")
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self._geometry: Geometry | None = None
+        self._storage: OffloadedStorage | None = None
+        self._requires_grad = tensor.requires_grad
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor while it is on the device."""
+        return self._tensor
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the tensor is in host memory alone."""
+        return self._geometry is not None
+
+    def join(self, storage: OffloadedStorage) -> None:
+        """It is a view of this storage from now on."""
+        self._storage = storage
+
+    def tensor(self) -> Tensor:
+        """The tensor, brought back from host memory; RuntimeError where it was changed in place, as autograd does."""
+        if self.offloaded:
+            assert self._storage is not None
+            self._storage.fetch_now()
+        return super().tensor()
+
+    def release(self) -> None:
+        """Hold no memory of the device, unless the tensor was changed in place: then using it has to fail."""
+        if not self.offloaded and version_of(self._tensor) == self._version:
+            self._geometry = geometry_of(self._tensor)
+            del self._tensor
+
+    def restore(self, storage: torch.UntypedStorage) -> None:
+        """The tensor is on the device again, in a storage of its own."""
+        if self._geometry is not None:
+            self._tensor = tensor_over(storage, self._geometry).requires_grad_(self._requires_grad)
+            self._version = version_of(self._tensor)
+            self._geometry = None
+
+
+class OffloadedStorage:
+    """One storage with the tensors that view it: copied once, however many they are."""
+
+    __slots__ = ("__weakref__", "_copy", "_fetch", "_views")
+
+    def __init__(self, views: Iterable[OffloadableTensor]) -> None:
+        self._views: list[weakref.ref[OffloadableTensor]] = []
+        self._copy: HostCopy | None = None
+        self._fetch: HostFetch | None = None
+        for view in views:
+            self._views.append(weakref.ref(view))
+            view.join(self)
+
+    def send(self, engine: CopyEngine) -> bool:
+        """Begin to copy it to host memory; False where that is full."""
+        view = next((view for view in self._alive() if not view.offloaded), None)
+        if view is None or self._copy is not None:
+            return True
+        with torch._C._DisableTorchDispatch():
+            self._copy = engine.send(bytes_of(view.value))
+        return self._copy is not None
+
+    def release(self) -> None:
+        """Let go of it on the device once it is in host memory."""
+        if self._copy is None or self._fetch is not None:
+            return
+        self._copy.wait()
+        for view in self._alive():
+            view.release()
+
+    def prefetch(self) -> None:
+        """Begin to bring it back."""
+        if self._fetch is None and self._copy is not None and any(view.offloaded for view in self._alive()):
+            with torch._C._DisableTorchDispatch():
+                self._fetch = self._copy.fetch()
+
+    def finish_fetch(self) -> None:
+        """It is about to be used: a copy back that has begun has to arrive, and nothing stays in host memory."""
+        if self._fetch is not None:
+            with torch._C._DisableTorchDispatch():
+                storage = self._fetch.wait().untyped_storage()
+                for view in self._alive():
+                    view.restore(storage)
+            self._fetch = self._copy = None
+        elif not any(view.offloaded for view in self._alive()):
+            self._copy = None
+
+    def fetch_now(self) -> None:
+        """It is needed now, planned or not."""
+        self.prefetch()
+        self.finish_fetch()
+
+    def _alive(self) -> list[OffloadableTensor]:
+        return [view for reference in self._views if (view := reference()) is not None]
+
+
+class SavedTensorLog:
+    """What autograd saves in a first run of a stage, in order; the graph alone owns it."""
+
+    def __init__(self) -> None:
+        self.parameters = SavedParameters()
+        self._packed: list[weakref.ref[OffloadableTensor] | None] = []
+
+    def note(self, packed: Any) -> None:
+        """What was given to autograd for the next saved tensor."""
+        self._packed.append(weakref.ref(packed) if isinstance(packed, OffloadableTensor) else None)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What a stage that is kept gives to autograd: a parameter is there anyway."""
+        packed = self.parameters.stand_in(tensor) if is_parameter_like(tensor) else OffloadableTensor(tensor.detach())
+        self.note(packed)
+        return packed
+
+    def saved(self) -> list[OffloadableTensor | None]:
+        """In order; None for what cannot be offloaded, or is gone again."""
+        return [None if reference is None else reference() for reference in self._packed]
+
+
+def match_saved_storages(
+    saved: Sequence[OffloadableTensor | None], ops: StageOps, wanted: Collection[int]
+) -> dict[int, OffloadedStorage] | None:
+    """The storages that may be offloaded, with all that views them; None where the run was not that of the profile.
+
+    Args:
+        saved: for each tensor that was saved.
+        ops: the stage's, as profiled.
+        wanted: numbers of the storages that may be offloaded.
+    """
+    if len(saved) != len(ops.saves):
+        return None
+    matcher = _StorageMatcher(ops, frozenset(wanted))
+    numbered = zip(saved, ops.saves, strict=True)
+    if not all(tensor is None or matcher.add(tensor, number) for tensor, number in numbered):
+        return None
+    return {number: OffloadedStorage(views) for number, views in matcher.views.items()}
+
+
+class _StorageMatcher:
+    """The storages of one run by their numbers, as far as they are known."""
+
+    def __init__(self, ops: StageOps, wanted: frozenset[int]) -> None:
+        self.views: dict[int, list[OffloadableTensor]] = {}
+        self._ops = ops
+        self._wanted = wanted
+        self._numbers: dict[int, int] = {}  # by what identifies a storage while it is alive
+        self._keys: dict[int, int] = {}
+
+    def add(self, view: OffloadableTensor, number: int) -> bool:
+        """A view of storage ``number`` (-1: of none that is counted); False where it cannot be."""
+        key = storage_key(view.value)
+        known = self._numbers.setdefault(key, number)
+        if known != number or (number >= 0 and self._keys.setdefault(number, key) != key):
+            return False
+        if number not in self._wanted:
+            return True
+        self.views.setdefault(number, []).append(view)
+        return _is_plain(view.value) and _storage_bytes(view.value) == self._ops.storages[number].size_bytes
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes are those of its storage, and no parameter's."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    return storage_of(tensor).nbytes() if tensor.layout is torch.strided else 0
+
+
+def input_storages(inputs: Sequence[OffloadableTensor]) -> list[OffloadedStorage]:
+    """The storages under held inputs, as far as they may be offloaded."""
+    views_by_key: dict[int, list[OffloadableTensor]] = {}
+    for view in inputs:
+        if _is_plain(view.value):
+            views_by_key.setdefault(storage_key(view.value), []).append(view)
+    return [OffloadedStorage(views) for views in views_by_key.values()]
+
 
 _ALL_RERUNS = 10**9  # more than any backward has before it
 _UnitStorages = dict[int, list[weakref.ref[OffloadedStorage]]]  # the storages of each offload unit

@@ -14,8 +14,7 @@ from planner.distributed.ranks import together
 from planner.explain.measured_step import Places
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import replan, repriced
-from planner.runtime.given_arguments import given_plan
-from planner.runtime.model_match import check_precision
+from planner.runtime.model_match import check_precision, given_plan
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.solver_comparison import seconds_in_turns
 from profiler.agreement import agreed, largest, made_by_rank0

@@ -10,8 +10,7 @@ import torch
 
 import planner
 from planner.plans.offload_request import Offload
-from planner.runtime.copy_engine import bytes_of
-from planner.runtime.cuda_link import CudaCopyEngine
+from planner.runtime.copy_engines import CudaCopyEngine, bytes_of
 from planner.zoo import build
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.workload.workload import Workload

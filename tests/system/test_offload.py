@@ -14,7 +14,7 @@ import planner
 from planner import zoo
 from planner.plans import offloadable
 from planner.runtime import applier
-from planner.runtime.simulated_link import SimulatedCopyEngine
+from planner.runtime.copy_engines import SimulatedCopyEngine
 from profiler.workload.workload import Workload
 from solvers import Chain, Schedule
 from solvers.problem.chain import Action

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.runtime import cuda_link
-from planner.runtime.copy_engine import bytes_of
-from planner.runtime.cuda_link import CudaCopyEngine, pinned_bytes
+from planner.runtime import copy_engines
+from planner.runtime.copy_engines import CudaCopyEngine, bytes_of, pinned_bytes
 
 CPU = torch.device("cpu")
 
@@ -95,7 +94,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", found.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: found.current)
-    monkeypatch.setattr(cuda_link, "host_buffer", lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(copy_engines, "host_buffer", lambda size: torch.zeros(size, dtype=torch.uint8))
     return found
 
 
@@ -114,8 +113,6 @@ def travel(engine: CudaCopyEngine, seed: int, turns: int) -> None:
             away.append((value, copy))
         if away and (copy is None or drawn.random() < 0.5):
             value, copy = away.pop(drawn.randrange(len(away)))
-            if drawn.random() < 0.3:
-                back.append((value, copy.fetch(keep=True)))
             if drawn.random() < 0.8:
                 back.append((value, copy.fetch()))
         del copy
@@ -183,4 +180,4 @@ def test_without_pinned_memory_there_is_a_warning_and_other_memory(monkeypatch: 
     with pytest.warns(
         RuntimeWarning, match=r"expected 100 bytes of pinned host memory.*out of memory\).*steps take longer"
     ):
-        assert cuda_link.host_buffer(100).numel() == 100
+        assert copy_engines.host_buffer(100).numel() == 100

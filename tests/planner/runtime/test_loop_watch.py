@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.runtime import loop_peak, loop_watch
+from planner.runtime import loop_watch
 from profiler.measurement.device_memory import RequestedBytes
 from profiler.workload.workload import Workload
 
@@ -154,7 +154,7 @@ class DeviceCounters:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: int, peak: int) -> None:
         self.now, self.peak = now, peak
-        monkeypatch.setattr(loop_peak, "requested_bytes", lambda device: RequestedBytes(self.now, self.peak))
+        monkeypatch.setattr(loop_watch, "requested_bytes", lambda device: RequestedBytes(self.now, self.peak))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
 
     def run_step(self, model: nn.Module, step_bytes: int, left_bytes: int = 0) -> None:
