@@ -12,13 +12,11 @@ from planner.plans.graph_solving import first_difference
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.plan_checks import warn_once
-from profiler.capture.call_guard import CallGuard
 from profiler.capture.call_program import BoundProgram, CallProgram, Compiled
-from profiler.capture.capture_cache import captured, captures_of
 from profiler.capture.captured_call import CapturedCall, GradientLayouts
-from profiler.capture.joint_graph import CaptureError
+from profiler.capture.captures import CallGuard, captured, captures_of
+from profiler.capture.joint_graph import CaptureError, step_graph_of
 from profiler.capture.programs import StepOrder
-from profiler.capture.step_dataflow import step_graph_of
 from profiler.records import MenuRecord
 from profiler.step_graph import StepRuns
 from profiler.tensors.tensor_parts import sizes_of

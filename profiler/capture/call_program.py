@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -13,22 +12,11 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiler.capture.captured_call import CapturedCall
-from profiler.capture.joint_graph import CaptureError
-from profiler.capture.programs import (
-    AGAIN,
-    AsInForward,
-    StepOrder,
-    outputs_program,
-    programs_of,
-    with_direct_calls,
-)
-from profiler.capture.random_ops import draws, random_state
+from profiler.capture.joint_graph import CaptureError, draws, step_graph_of
+from profiler.capture.programs import AGAIN, AsInForward, StepOrder, outputs_program, programs_of, with_direct_calls
 from profiler.capture.read_again import CHANGED, Batch, ReadAgain, inputs_read_again
-from profiler.capture.step_dataflow import step_graph_of
-from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.saved_tensors import RerunError
-from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
-from profiler.workload.compiled_forwards import Forward
+from profiler.tensors.tensor_trees import tensors_in, with_tensors
 from profiler.workload.sharded_units import called_as_unit, units_of
 from profiler.workload.torch_flags import flags_now
 
@@ -481,91 +469,6 @@ def _check_backward(ctx: Any) -> None:
             "backward: expected it outside of autocast, where this stage's forward ran, got it inside; leave autocast "
             "before backward, as torch's documentation advises, or profile with menus=False"
         )
-
-
-def difference(
-    bound: Forward, module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, rounded: bool = False
-) -> str:
-    """Names the first thing in which a program differs from the module's own call, bit for bit; empty if nothing does.
-
-    The module's call runs first, and its effects stay. The program then runs from the same starting state, and its
-    effects are undone.
-
-    Args:
-        bound: the program.
-        module, forward, args, kwargs: the call.
-        rounded: what is as near as ``torch.testing.assert_close`` asks for does not count as a difference.
-    """
-    same = _same_but_for_rounding if rounded else _same_bits
-    state = CallState(module, device_of((args, kwargs)), draws_random=True)
-    expected = _observed(forward, bound, module, args, kwargs)
-    with state.reinstated(), torch.enable_grad():
-        got = _observed(bound, bound, module, args, kwargs)
-    if expected.keys() != got.keys():
-        return "the number of its outputs"
-    return next((what for what, value in expected.items() if not same(value, got[what])), "")
-
-
-def _numbers_like(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
-    """Other numbers everywhere, in a tensor that lies so; in the rows that lie at one place the same."""
-    if stride is None:
-        stride = tensor.stride()
-    sizes = [1 if not step else size for size, step in zip(tensor.shape, stride, strict=True)]
-    count = math.prod(sizes)
-    numbers = torch.linspace(-1, 1, count, dtype=tensor.dtype, device=tensor.device).reshape(sizes)
-    lying = torch.empty_strided(sizes, stride, dtype=tensor.dtype, device=tensor.device).copy_(numbers)
-    return lying.as_strided(tensor.shape, stride)
-
-
-def _observed(call: Forward, bound: Forward, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor | None]:
-    """Outputs and gradients of a call, and what is in buffers and in the generator after it."""
-    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
-    # Modules may write to what they are given: not to a leaf.
-    given, named = with_tensors(without_tensors((args, kwargs)), [t * 1 if t.requires_grad else t for t in leaves])
-    output = call(*given, **named)
-    drawn_on = device_of(leaves)
-    drawn = random_state(drawn_on)
-    outputs = tensors_in(output)
-    sources = {f"the gradient of argument {k}": leaf for k, leaf in enumerate(leaves) if leaf.requires_grad}
-    sources |= {f"the gradient of {name!r}": p for name, p in module.named_parameters() if p.requires_grad}
-    trained = [tensor for tensor in outputs if tensor.requires_grad]
-    # What others contribute to the gradients of inputs comes first, as of tensors that calls share.
-    trained += [t * 1 for t in sources.values()]
-    strides: list[Sequence[int] | None] = []
-    if isinstance(bound, BoundProgram):
-        layouts = iter(bound.program.layouts)
-        made = zip(outputs, bound.program.differentiable, strict=False)  # A number that differs is told later.
-        strides += [next(layouts)[1] if takes else None for tensor, takes in made if tensor.requires_grad]
-    strides += [None] * (len(trained) - len(strides))
-    numbers = [_numbers_like(tensor, stride) for tensor, stride in zip(trained, strides, strict=True)]
-    seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}
-    # A loop goes backward outside of autocast, as a rule.
-    for autocast in dict.fromkeys((False, torch.is_autocast_enabled(drawn_on.type))):
-        with torch.autocast(drawn_on.type, enabled=autocast, dtype=torch.get_autocast_dtype(drawn_on.type)):
-            gradients = torch.autograd.grad(trained, [*sources.values()], numbers, allow_unused=True, retain_graph=True)
-        where = ", under autocast" if autocast else ""
-        seen |= {name + where: gradient for name, gradient in zip(sources, gradients, strict=True)}
-    seen |= {f"buffer {name!r}": buffer.detach().clone() for name, buffer in module.named_buffers()}
-    return seen | {"the random numbers that it draws": drawn}
-
-
-def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    bits, others = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(bits, others)
-
-
-def _same_but_for_rounding(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    try:
-        torch.testing.assert_close(other, one, equal_nan=True)
-    except AssertionError:
-        return False
-    return True
 
 
 def _as_traced(gradient: Tensor, size: torch.Size, stride: Sequence[int]) -> Tensor:

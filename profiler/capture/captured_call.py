@@ -24,8 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, storages_of
-from profiler.capture.random_ops import has_own_generator
+from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, has_own_generator, storages_of
 from profiler.pieces.module_pieces import ONE_SUM
 from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph

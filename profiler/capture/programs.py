@@ -18,9 +18,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
-from profiler.capture.joint_graph import JointGraph
-from profiler.capture.random_ops import device_of, draws, random_state, run_from_state
-from profiler.capture.step_dataflow import STATISTICS, is_batch_norm, second_call
+from profiler.capture.joint_graph import (
+    RUNNING_STATISTICS,
+    JointGraph,
+    device_of,
+    draws,
+    is_batch_norm,
+    random_state,
+    run_from_state,
+    second_call,
+)
 from profiler.step_graph import StepGraph, StepRuns
 from profiler.workload.torch_flags import flags_now, set_flags
 
@@ -166,7 +173,7 @@ class _Values:
         if isinstance(op.meta["val"], Tensor):
             return [op]
         items = [user for user in op.users if user.target is operator.getitem and user in self._needed]
-        return [item for item in items if not (again and is_batch_norm(op) and item.args[1] in STATISTICS)]
+        return [item for item in items if not (again and is_batch_norm(op) and item.args[1] in RUNNING_STATISTICS)]
 
     def missing_in(self, ops: Iterable[fx.Node], ran: set[fx.Node], outputs: Iterable[Any]) -> list[fx.Node]:
         """What ops and outputs read that ops before them do not make, gradients of outputs left out.

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from profiler.agreement import agreed, first_failure, gathered
-from profiler.capture.call_guard import CallGuard, differing_attributes
-from profiler.capture.call_program import BoundProgram, CallProgram, difference
-from profiler.capture.capture_cache import captured
+from profiler.capture.call_program import BoundProgram, CallProgram
 from profiler.capture.captured_call import CapturedCall, GradientLayouts
-from profiler.capture.joint_graph import CaptureError
+from profiler.capture.captures import CallGuard, captured, difference, differing_attributes
+from profiler.capture.joint_graph import CaptureError, step_graph_of
 from profiler.capture.programs import order_of
-from profiler.capture.step_dataflow import step_graph_of
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.op_costs import measured_graph
 from profiler.measurement.stage_probe import FirstRun

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from profiler.capture.joint_graph import CaptureError, JointGraph, module_of, storages_of
-from profiler.capture.step_dataflow import library_of, second_call, step_graph_of
+from profiler.capture.joint_graph import (
+    CaptureError,
+    JointGraph,
+    library_of,
+    module_of,
+    second_call,
+    step_graph_of,
+    storages_of,
+)
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 

@@ -14,8 +14,9 @@ from torch.nn.functional import binary_cross_entropy, cross_entropy, huber_loss,
 from torch.utils.checkpoint import checkpoint
 
 from profiler.capture import call_program
-from profiler.capture.call_program import CallProgram, difference
+from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import GradientLayouts, capture_call
+from profiler.capture.captures import difference
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder, order_of
 from profiler.tensors.tensor_trees import tensors_in

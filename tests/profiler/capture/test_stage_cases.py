@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.call_program import CallProgram, difference
+from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import CapturedCall, capture_call
+from profiler.capture.captures import difference
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
 from profiler.measurement.op_costs import measured_graph

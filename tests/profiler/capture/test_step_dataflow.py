@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.capture.captured_call import capture_call
-from profiler.capture.step_dataflow import CHANGES, step_graph_of
+from profiler.capture.joint_graph import CHANGES, step_graph_of
 from profiler.step_graph import StepGraph, StepOp
 
 ROWS, WIDTH, OUT = 8, 16, 4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.capture.step_dataflow import step_graph_of
+from profiler.capture.joint_graph import step_graph_of
 from profiler.measurement import captured_stages, frugal_measuring
 from profiler.measurement.meter import Meter, memory_meter
 from profiler.records import MenuRecord

@@ -1,23 +1,35 @@
-"""What a captured call takes for granted, checked at each call: its arguments, what its modules hold, torch's flags."""
+"""Captured calls of a model's modules: kept with the model, guarded at each call, and checked against the module.
+
+A guard compares what a capture takes for granted: arguments, what the modules hold, torch's flags. A plan uses the
+captures of its profile.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Collection
+import weakref
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from profiler.capture.call_program import BoundProgram
+from profiler.capture.captured_call import CONTIGUOUS, CapturedCall, GradientLayouts, UnsettledError, capture_call
+from profiler.capture.joint_graph import random_state
+from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.module_state import ModuleState
 from profiler.recomputation.torch_state import TorchState
-from profiler.tensors.tensor_trees import TensorSlot, contents_of, device_of, tensors_in, without_tensors
-from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.tensors.tensor_trees import TensorSlot, contents_of, device_of, tensors_in, with_tensors, without_tensors
+from profiler.workload.compiled_forwards import Forward, leave_uncompiled
+from profiler.workload.forward_patches import users_forward
 from profiler.workload.reachable import globals_of_forwards
 from profiler.workload.sharded_units import units_of
 
 leave_uncompiled(__name__)
+
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -192,3 +204,144 @@ class _Same:
         return isinstance(other, _Same) and self._value is other._value
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class Capture(NamedTuple):
+    """A captured call, the module and the function that it is of, and what it takes for granted."""
+
+    call: CapturedCall
+    module: nn.Module
+    guard: CallGuard
+    gradients: GradientLayouts
+    function: Any
+
+
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, list[Capture]] = weakref.WeakKeyDictionary()
+_MOST = 256  # of one model: the oldest go
+
+
+def captures_of(model: nn.Module) -> list[Capture]:
+    """The captures of a model's modules, the latest first."""
+    return _OF_MODELS.get(model, [])
+
+
+def captured(
+    model: nn.Module,
+    module: nn.Module,
+    forward: Forward,
+    args: Any,
+    kwargs: Any,
+    gradients: GradientLayouts = CONTIGUOUS,
+) -> Capture:
+    """Trace a call of one of a model's modules and keep the capture; arguments and errors as of ``capture_call``.
+
+    Attributes that a first call sets, and those after it need not (a ``problem_type``), are set then.
+    """
+
+    def traced() -> tuple[CallGuard, CapturedCall]:
+        return CallGuard(module, args, kwargs), capture_call(module, forward, args, kwargs, gradients)
+
+    try:
+        guard, call = traced()
+    except UnsettledError as error:
+        if not error.changes:
+            raise
+        try:
+            for change in error.changes:
+                change.make()
+            guard, call = traced()
+        except BaseException:  # Whatever ends it, the module is left as it was.
+            for change in error.changes:
+                change.undo()
+            raise
+    capture = Capture(call, module, guard, gradients, users_forward(forward))
+    if module is not model:  # Captures hold their modules.
+        kept = _OF_MODELS.setdefault(model, [])
+        kept.insert(0, capture)
+        del kept[_MOST:]
+    return capture
+
+
+def difference(
+    bound: Forward, module: nn.Module, forward: Forward, args: Any, kwargs: Any, *, rounded: bool = False
+) -> str:
+    """Names the first thing in which a program differs from the module's own call, bit for bit; empty if nothing does.
+
+    The module's call runs first, and its effects stay. The program then runs from the same starting state, and its
+    effects are undone.
+
+    Args:
+        bound: the program.
+        module, forward, args, kwargs: the call.
+        rounded: what is as near as ``torch.testing.assert_close`` asks for does not count as a difference.
+    """
+    same = _same_but_for_rounding if rounded else _same_bits
+    state = CallState(module, device_of((args, kwargs)), draws_random=True)
+    expected = _observed(forward, bound, module, args, kwargs)
+    with state.reinstated(), torch.enable_grad():
+        got = _observed(bound, bound, module, args, kwargs)
+    if expected.keys() != got.keys():
+        return "the number of its outputs"
+    return next((what for what, value in expected.items() if not same(value, got[what])), "")
+
+
+def _numbers_like(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
+    """Other numbers everywhere, in a tensor that lies so; in the rows that lie at one place the same."""
+    if stride is None:
+        stride = tensor.stride()
+    sizes = [1 if not step else size for size, step in zip(tensor.shape, stride, strict=True)]
+    count = math.prod(sizes)
+    numbers = torch.linspace(-1, 1, count, dtype=tensor.dtype, device=tensor.device).reshape(sizes)
+    lying = torch.empty_strided(sizes, stride, dtype=tensor.dtype, device=tensor.device).copy_(numbers)
+    return lying.as_strided(tensor.shape, stride)
+
+
+def _observed(call: Forward, bound: Forward, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor | None]:
+    """Outputs and gradients of a call, and what is in buffers and in the generator after it."""
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_in((args, kwargs))]
+    # Modules may write to what they are given: not to a leaf.
+    given, named = with_tensors(without_tensors((args, kwargs)), [t * 1 if t.requires_grad else t for t in leaves])
+    output = call(*given, **named)
+    drawn_on = device_of(leaves)
+    drawn = random_state(drawn_on)
+    outputs = tensors_in(output)
+    sources = {f"the gradient of argument {k}": leaf for k, leaf in enumerate(leaves) if leaf.requires_grad}
+    sources |= {f"the gradient of {name!r}": p for name, p in module.named_parameters() if p.requires_grad}
+    trained = [tensor for tensor in outputs if tensor.requires_grad]
+    # What others contribute to the gradients of inputs comes first, as of tensors that calls share.
+    trained += [t * 1 for t in sources.values()]
+    strides: list[Sequence[int] | None] = []
+    if isinstance(bound, BoundProgram):
+        layouts = iter(bound.program.layouts)
+        made = zip(outputs, bound.program.differentiable, strict=False)  # A number that differs is told later.
+        strides += [next(layouts)[1] if takes else None for tensor, takes in made if tensor.requires_grad]
+    strides += [None] * (len(trained) - len(strides))
+    numbers = [_numbers_like(tensor, stride) for tensor, stride in zip(trained, strides, strict=True)]
+    seen: dict[str, Tensor | None] = {f"output {k}": tensor.detach() for k, tensor in enumerate(outputs)}
+    # A loop goes backward outside of autocast, as a rule.
+    for autocast in dict.fromkeys((False, torch.is_autocast_enabled(drawn_on.type))):
+        with torch.autocast(drawn_on.type, enabled=autocast, dtype=torch.get_autocast_dtype(drawn_on.type)):
+            gradients = torch.autograd.grad(trained, [*sources.values()], numbers, allow_unused=True, retain_graph=True)
+        where = ", under autocast" if autocast else ""
+        seen |= {name + where: gradient for name, gradient in zip(sources, gradients, strict=True)}
+    seen |= {f"buffer {name!r}": buffer.detach().clone() for name, buffer in module.named_buffers()}
+    return seen | {"the random numbers that it draws": drawn}
+
+
+def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    bits, others = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(bits, others)
+
+
+def _same_but_for_rounding(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    try:
+        torch.testing.assert_close(other, one, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
