@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from profiler.agreement import agreed, any_rank, is_together, largest
+from profiler.agreement import agreed, is_together, largest
 from profiler.measurement.assembly import assemble
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.device_memory import (
@@ -20,12 +20,12 @@ from profiler.measurement.device_memory import (
     room_bytes,
 )
 from profiler.measurement.frugal_measuring import FrugalMeasuring, frugal_first_step
-from profiler.measurement.largest_step import DrawnStep, largest_steps
 from profiler.measurement.link_bandwidth import measure_link
 from profiler.measurement.measuring import Measuring, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
+from profiler.measurement.unsteady_bytes import what_is_drawn
 from profiler.records import Profile
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import Stages, StagesError
@@ -39,7 +39,6 @@ from profiler.workload.steps import (
     TensorsOfState,
     first_step,
     gradient_bytes,
-    held_by_nodes,
     resident_bytes_of,
 )
 from profiler.workload.torch_flags import under_compiled_autograd
@@ -148,12 +147,13 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             if limit_bytes is not None:
                 frugal_first_step(workload, request.stages, limit_bytes)
             _choose_forward(workload, state_of_modules, frugal=limit_bytes is not None)
-            largest = _warmed_up_for_the_largest(workload, randomness, report, request, limit_bytes)
             resident = resident_bytes_of(workload)
-            common = workload, resident, state_of_modules, largest.randomness, report
+            common = workload, resident, state_of_modules, randomness, report
             measuring = Measuring(*common) if limit_bytes is None else FrugalMeasuring(*common, limit_bytes)
-            with largest.drawn():
-                measured = measuring.measure(request.stages, request.programs, every_stage=request.every_stage)
+            measured = measuring.measure(request.stages, request.programs, every_stage=request.every_stage)
+            profile = assemble(workload, measured, resident)
+            report("look for what is drawn at random")
+            drawn = what_is_drawn(workload, randomness, keeps=limit_bytes is None)
         except StagesError:
             raise
         except Exception as error:
@@ -165,7 +165,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
                 f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
                 f"{_failure(error)}"
             ) from error
-        profile = replace(assemble(workload, measured, resident), frugal=limit_bytes is not None)
+        profile = replace(profile, frugal=limit_bytes is not None, unsteady=(*profile.unsteady, *drawn))
         if limit_bytes is None:
             profile = replace(profile, allocator_bytes=allocator_bytes_of(workload, set_aside_bytes))
         # A step that runs forward several times would send as often as that over the link.
@@ -208,35 +208,6 @@ def ran_out_in_words(error: BaseException, limit_bytes: int | None, workload: Wo
         f"the model holds from step to step takes {states_mib:,.1f} MiB; make the batch smaller, take an optimizer or "
         "a precision that needs less, or a device with more memory"
     )
-
-
-def _warmed_up_for_the_largest(
-    workload: Workload,
-    randomness: RandomState,
-    report: ProgressReporter,
-    request: _Request,
-    limit_bytes: int | None,
-) -> DrawnStep:
-    """The largest step that the workload may draw; all that any step runs has been run, with its optimizer's states."""
-    report("look for what is drawn at random")
-    before = resident_bytes_of(workload)
-    steps = largest_steps(workload, randomness, keeps=limit_bytes is None)
-    is_plain = len(steps) == 1 and steps[0].randomness is randomness and not steps[0].instead
-    # The search ran forwards alone: what nodes keep beyond backward went, what backward would have freed may be there.
-    keeps_graph = limit_bytes is None and (workload.nodes_keep or bool(held_by_nodes(workload)))
-    # One that failed at numbers that are never drawn leaves other gradients and outputs than a step does.
-    is_left_otherwise = resident_bytes_of(workload) != before
-    if not any_rank(not is_plain or keeps_graph or is_left_otherwise):
-        return steps[0]
-    for step in steps:
-        report("warm up, as drawn")
-        step.randomness.restore()
-        with step.drawn():
-            if limit_bytes is None:
-                first_plain_step(workload)
-            else:
-                frugal_first_step(workload, request.stages, limit_bytes)
-    return steps[-1]
 
 
 def _choose_forward(workload: Workload, state: TensorsOfState, *, frugal: bool) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
 from profiler.tensors.storages import distinct_bytes
 from profiler.tensors.tensor_parts import local_part
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
+from profiler.trace.step_trace import first_forward
+from profiler.workload.compiled_forwards import leave_uncompiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors, with_inner
+from profiler.workload.snapshot import RandomState, left_as_before
 from profiler.workload.steps import held_by_loop, optimizer_state_bytes
 from profiler.workload.workload import Workload
+
+leave_uncompiled(__name__)
 
 
 def what_is_unsteady(
@@ -54,6 +63,68 @@ def what_follows_the_batch(workload: Workload, trace: Trace, stages: Sequence[Ch
             op for op in _value_ops(trace, stages) if not _may_change(op, trace, changing) and op.deciding & batch
         )
     )
+
+
+_FORWARDS = 3  # from other random numbers than the profiled step's
+
+
+def what_is_drawn(workload: Workload, randomness: RandomState, *, keeps: bool) -> tuple[str, ...]:
+    """One line where the random numbers of a step decide what it runs; none where nothing is drawn.
+
+    Runs a forward from the random numbers of the profile, and a few from others; the caller preserves the workload.
+
+    Args:
+        workload: of the profile.
+        randomness: that the profiled steps began from.
+        keeps: whether forwards may keep what autograd saves.
+    """
+    randomness.restore()
+    profiled = _forward_run(workload, keeps=keeps)
+    if not any_rank(randomness.torch_differs() or randomness.host_differs()):
+        return ()
+    others = [_forward_run(workload, keeps=keeps) for _ in range(_FORWARDS)]
+    if all(other == profiled for other in others):
+        return ()
+    counts = sorted({run.calls.total() for run in (profiled, *others)})
+    return (
+        f"random numbers decide what runs: {profiled.calls.total()} calls of modules in the profiled step, "
+        f"{counts[0]} to {counts[-1]} in others; profile the largest step, with all that can run (drop rates of 0)",
+    )
+
+
+class _ForwardRun(NamedTuple):
+    """How often each module was called in a forward, and how many tensors autograd saved."""
+
+    calls: Counter[nn.Module]
+    saved_tensors: int
+
+
+def _forward_run(workload: Workload, *, keeps: bool) -> _ForwardRun:
+    calls, saved_tensors, modules = Counter[nn.Module](), 0, set(workload.model.modules())
+
+    def count(module: nn.Module, _: object) -> None:
+        if module in modules and torch.is_grad_enabled():
+            calls[module] += 1
+
+    def pack(tensor: Tensor) -> Tensor | None:
+        nonlocal saved_tensors
+        saved_tensors += 1
+        return tensor.detach() if keeps else None
+
+    hook = register_module_forward_pre_hook(count)
+    try:
+        which = left_as_before(workload) if keeps else first_forward(workload)
+        with which, torch.autograd.graph.saved_tensors_hooks(pack, _kept):
+            uncompiled(workload.step)(until="backward")
+    finally:
+        hook.remove()
+    return _ForwardRun(calls, saved_tensors)
+
+
+def _kept(saved: Tensor | None) -> Tensor:
+    if saved is None:
+        raise ValueError("the forward goes backward through itself, which keeps what no limit leaves room for")
+    return saved
 
 
 def _may_change(op: ValueOp, trace: Trace, changing: set[int]) -> bool:
@@ -96,7 +167,7 @@ def _reached(trace: Trace, roots: set[int]) -> set[int]:
 def _value_ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[ValueOp]:
     """Branches outside of stages are left out: nearly every model asks there whether a mask is needed.
 
-    So are those by numbers that are drawn: the profile is of the largest step that may be drawn.
+    So are those by numbers that are drawn: ``what_is_drawn`` tells whether they decide what runs.
     """
     spans = [(stage.call.first_op, stage.call.end_op) for stage in stages]
     drawn = _drawn(trace)

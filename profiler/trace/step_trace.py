@@ -26,7 +26,6 @@ from profiler.tensors.storages import ShownElements, StorageTable, has_storage
 from profiler.tensors.tensor_memory import same_values
 from profiler.tensors.tensor_parts import COLLECTIVES, any_distributed, is_dense, sizes_of
 from profiler.tensors.tensor_trees import objects_in, opaque_holder, tensors_in
-from profiler.trace.drawn_values import lists_noted
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
 from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
@@ -140,7 +139,7 @@ class StepRecorder(TorchDispatchMode):
                 patches.wrap(module, lambda forward, n=name, m=module: self.recorded(forward, n, m))
             self.paused = True
             self._leaves_out_reruns = run is not None
-            with mode, self.saving(), lists_noted(self.note_list):
+            with mode, self.saving(), _lists_noted(self._note_list):
                 if run is not None:
                     run(self._begin)
                 else:
@@ -348,9 +347,10 @@ class StepRecorder(TorchDispatchMode):
         if deciding := _deciding_tensors(op, args, kwargs):
             self._note_deciding(str(op.overloadpacket), deciding, _is_branch(op))
 
-    def note_list(self, tensor: Tensor) -> None:
-        """Remember a tensor by whose values Python may divide others, as a mixture of experts does."""
-        if not tensor.requires_grad:
+    def _note_list(self, tensor: Tensor, values: Any) -> None:
+        """Remember a tensor by whose whole numbers Python may divide others, as a mixture of experts does."""
+        sizes = isinstance(values, list) and len(values) > 1 and all(type(number) is int for number in values)
+        if sizes and not tensor.requires_grad:
             self._note_deciding("tolist", [tensor], False)
 
     def _note_deciding(self, name: str, deciding: Sequence[Tensor], branch: bool) -> None:
@@ -382,6 +382,26 @@ class StepRecorder(TorchDispatchMode):
         for op in trace.backward_ops:
             op.module = module_of.get(op.node, "")
         return trace
+
+
+@contextmanager
+def _lists_noted(note: Callable[[Tensor, Any], None]) -> Iterator[None]:
+    """Inside, ``note`` is called with each tensor of which Python reads a list, and with the list: no op shows that."""
+    own, before = Tensor.tolist, vars(Tensor).get("tolist")
+
+    def read(tensor: Tensor) -> Any:
+        values = own(tensor)
+        note(tensor, values)
+        return values
+
+    setattr(Tensor, "tolist", read)  # noqa: B010 - its own takes ``self``
+    try:
+        yield
+    finally:
+        if before is None:
+            del Tensor.tolist
+        else:
+            setattr(Tensor, "tolist", before)  # noqa: B010
 
 
 def _scripted_part(module: nn.Module) -> str:

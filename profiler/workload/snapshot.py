@@ -19,7 +19,6 @@ from profiler.caller_warnings import warn_caller
 from profiler.tensors.tensor_memory import TensorMemory
 from profiler.workload.given_models import check_ready
 from profiler.workload.gradient_buckets import buckets_restored
-from profiler.workload.host_numbers import host_states
 from profiler.workload.iterator_places import replace_iterators
 from profiler.workload.optimizers import with_inner
 from profiler.workload.own_step import OwnStep
@@ -401,10 +400,6 @@ class RandomState:
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         moved = any(not torch.equal(a, b) for a, b in zip(self._cuda, cuda, strict=False))
         return moved or not torch.equal(self._cpu, torch.get_rng_state())
-
-    def with_host_numbers(self, level: int) -> RandomState:
-        """The same of torch, but Python's and numpy's such that they give numbers of a level (see ``host_numbers``)."""
-        return RandomState(self._cpu, self._cuda, *host_states(level))
 
     def restore(self) -> None:
         """Put the states back; may be called any number of times."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,44 @@ def drawing(name: str) -> Workload:
     model = Drawing(DRAWS[name], [Layer(rate, shorter) for _ in range(count)])
     optimizer = torch.optim.AdamW(model.parameters())
     return Workload(model=model, inputs=torch.randn(256, WIDTH), loss=lambda y: y.square().mean(), optimizer=optimizer)
+
+
+def everything(name: str) -> Callable[[nn.ModuleList], Iterator[nn.Module]]:
+    """Draws the most that ``drawing(name)`` may run."""
+    if name == "repeated":
+        return lambda layers: iter([layers[0]] * DEPTH)
+    return (lambda layers: iter(layers[::3])) if name == "experts" else iter
+
+
+@contextmanager
+def running_everything(work: Workload, name: str) -> Iterator[None]:
+    """Inside, each step of ``drawing(name)`` is its largest, and its optimizer has all of its states."""
+    model: Any = work.model
+    drawn, rates = model.draw, [layer.rate for layer in model.layers]
+    model.draw = everything(name)
+    for layer in model.layers:
+        layer.rate = 0.0
+    fill_states(work)
+    try:
+        yield
+    finally:
+        model.draw = drawn
+        for layer, rate in zip(model.layers, rates, strict=True):
+            layer.rate = rate
+
+
+def fill_states(work: Workload) -> None:
+    """Have the optimizer make the states of all parameters; these stay as they are."""
+    parameters = [*work.model.parameters()]
+    values = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for optimizer in work.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
 
 
 def seed_all(seed: int) -> None:
