@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from planner.zoo.unet import UNet
+from planner.zoo.own_models import UNet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

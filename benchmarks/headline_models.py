@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.zoo.language import bert_config
 from planner.zoo.training import check_available, seeded, transformers
+from planner.zoo.transformers_models import bert_config
 from profiler.workload.workload import Workload
 
 LEARNING_RATE = 1e-4  # of BERT's pretraining (Devlin et al. 2018, appendix A.2)

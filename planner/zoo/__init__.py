@@ -10,13 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from planner.zoo.densenet import build_densenet
-from planner.zoo.language import build_bert, build_gpt2, build_llama, build_t5
-from planner.zoo.mindspore import build_mindspore_blocks
-from planner.zoo.mlp import build_mlp
+from planner.zoo.own_models import build_densenet, build_mindspore_blocks, build_mlp, build_unet
 from planner.zoo.training import COMMON, Unknown, ZooModel, checked_settings, did_you_mean, in_training, seeded
-from planner.zoo.unet import build_unet
-from planner.zoo.vision import build_resnet50, build_vit
+from planner.zoo.transformers_models import build_bert, build_gpt2, build_llama, build_resnet50, build_t5, build_vit
 from profiler.workload.workload import Workload
 
 _BUILDERS: dict[str, Callable[..., ZooModel]] = {

@@ -15,7 +15,7 @@ import planner
 from benchmarks import headline, headline_full, headline_models, headline_resnet, headline_rows, headline_scaled
 from planner.targets import load_target
 from planner.zoo import build
-from planner.zoo.language import bert_config
+from planner.zoo.transformers_models import bert_config
 
 TINY: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "seq": 12, "vocab": 40, "masked": 3}
 
