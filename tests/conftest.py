@@ -16,7 +16,7 @@ import torch
 import planner
 from planner import zoo
 from planner.runtime import plan_checks
-from profiler.workload import model_caches
+from profiler.workload import given_models
 from tests.support.command_line import SMALL, TARGETS, done
 
 SLOW_FOLDERS = {
@@ -101,4 +101,4 @@ def fixed_seeds() -> None:
 def nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that comes once a process comes once a test, whichever tests ran before it in this process."""
     monkeypatch.setattr(plan_checks, "_WARNED", set())
-    monkeypatch.setattr(model_caches, "SAID", set())
+    monkeypatch.setattr(given_models, "SAID", set())

@@ -26,7 +26,7 @@ from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.progress import told_by
 from profiler.records import Profile
-from profiler.workload.precision import types_part
+from profiler.workload.given_models import types_part
 from profiler.workload.steps import ProfileError
 from profiler.workload.workload import Workload
 

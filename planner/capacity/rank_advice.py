@@ -21,8 +21,8 @@ from planner.units import check_size, parse_bytes
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
 from profiler.state_bytes import made_gradient_bytes
+from profiler.workload.data_parallel import gathered_sizes
 from profiler.workload.optimizers import optimizer_names
-from profiler.workload.sharded_units import gathered_sizes
 from profiler.workload.workload import Workload
 from solvers.chain.minimum_memory import shortage
 

@@ -27,7 +27,7 @@ from planner.plans.cost_model import lone_chain_of
 from profiler.agreement import measured_with
 from profiler.measurement.meter import Mark, MarkedPhases, memory_meter
 from profiler.records import Phase, Profile, ResidentBytes, StageRecord
-from profiler.tensors.storages import distinct_bytes
+from profiler.tensors.tensor_parts import distinct_bytes
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.workload import Workload

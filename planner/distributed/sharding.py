@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from planner.distributed.alike_steps import check_alike
 from planner.distributed.ranks import current_ranks
+from profiler.workload.data_parallel import states_in
 from profiler.workload.optimizers import with_inner
-from profiler.workload.sharded_units import states_in
 from profiler.workload.workload import Workload, varied
 
 Engine = Literal["ddp", "fsdp2"]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import storage_key
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' 8-bit optimizers (Optimizer2State.init_state)
 _QUANTILES = 256 * 4  # bytes of each of the two maps from 8 bits to float32 that all weights share there

@@ -14,8 +14,8 @@ from planner.explain.optimizer_formulas import cast_bytes, state_bytes_of, weigh
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 from profiler.measurement.model_states import MeasuredStates, measure_states
+from profiler.workload.given_models import precision_of
 from profiler.workload.optimizers import optimizer_names, with_inner
-from profiler.workload.precision import precision_of
 from profiler.workload.workload import Workload
 
 PARAMETERS, OTHERS, GRADIENTS = "parameters", "other parameters", "gradients"

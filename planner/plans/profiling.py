@@ -24,7 +24,7 @@ from profiler.step_graph import StepGraph, StepRuns, runs_once
 from profiler.trace.divisible import COUNTS, divisible_modules
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import is_compiled
-from profiler.workload.sharded_units import states_in
+from profiler.workload.data_parallel import states_in
 from profiler.workload.steps import check_workload
 from profiler.workload.workload import Workload
 

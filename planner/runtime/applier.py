@@ -37,12 +37,18 @@ from profiler.capture.call_program import Compiled
 from profiler.pieces.comparison import run_in_pieces
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.records import PiecesRecord
+from profiler.workload.data_parallel import keep_gathered
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
-from profiler.workload.given_models import autocasts_inside, inner_model
-from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
-from profiler.workload.precision import autocast_now, autocast_part, casts_of_parameters
-from profiler.workload.sharded_units import keep_gathered
-from profiler.workload.torch_flags import stacks_kept
+from profiler.workload.given_models import (
+    ModelCaches,
+    autocast_now,
+    autocast_part,
+    autocasts_inside,
+    casts_of_parameters,
+    check_no_checkpointing,
+    inner_model,
+)
+from profiler.workload.torch_state import stacks_kept
 from solvers.problem.link import Link
 
 Backend = Literal["eager", "inductor"]

@@ -41,7 +41,7 @@ from profiler.recomputation.saved_tensors import (
     undefined_memory_shown,
     unpack,
 )
-from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import storage_key
 from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 

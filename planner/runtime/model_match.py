@@ -13,8 +13,7 @@ from planner.plans.plan_claims import PlanClaims
 from planner.runtime.stage_places import module_named, split_name
 from profiler.records import Profile
 from profiler.workload.compiled_forwards import COMPILED, plain_name
-from profiler.workload.given_models import check_initialised, class_name
-from profiler.workload.precision import precision_of, types_part
+from profiler.workload.given_models import check_initialised, class_name, precision_of, types_part
 from profiler.workload.workload import Workload
 
 

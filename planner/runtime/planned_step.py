@@ -20,8 +20,8 @@ from planner.runtime.stage_input import BatchCopies, StageOutput
 from planner.runtime.stage_programs import StagePrograms
 from planner.runtime.transfers import TransferExecutor, before_backward
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.workload.autograd_nodes import next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.own_step import next_node
 
 leave_uncompiled(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from profiler.recomputation.saved_tensors import Geometry, change_counter, geometry_of, tensor_over, version_of
-from profiler.tensors.storages import has_storage, storage_key
+from profiler.tensors.tensor_parts import has_storage, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)

@@ -20,7 +20,7 @@ from profiler.recomputation.saved_tensors import (
     some_values_of,
     version_of,
 )
-from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import storage_key
 from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
 

@@ -26,7 +26,7 @@ from profiler.recomputation.saved_tensors import (
     tensor_over,
     version_of,
 )
-from profiler.tensors.storages import storage_key, storage_of
+from profiler.tensors.tensor_parts import storage_key, storage_of
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)

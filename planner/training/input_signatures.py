@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.workload.precision import type_name
+from profiler.workload.given_models import type_name
 
 _PLAIN = -1  # the rank of what is no tensor
 

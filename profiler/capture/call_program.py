@@ -17,8 +17,8 @@ from profiler.capture.programs import AGAIN, AsInForward, StepOrder, outputs_pro
 from profiler.capture.read_again import CHANGED, Batch, ReadAgain, inputs_read_again
 from profiler.recomputation.saved_tensors import RerunError
 from profiler.tensors.tensor_trees import tensors_in, with_tensors
-from profiler.workload.sharded_units import called_as_unit, units_of
-from profiler.workload.torch_flags import flags_now
+from profiler.workload.data_parallel import called_as_unit, units_of
+from profiler.workload.torch_state import flags_now
 
 _NORMALISES = "_native_batch_norm_legit_functional"
 _GATHERED = torch.empty(0)  # in the place of a parameter that a unit of fully_shard gathers as it is called

@@ -21,12 +21,12 @@ from profiler.capture.captured_call import CONTIGUOUS, CapturedCall, GradientLay
 from profiler.capture.joint_graph import random_state
 from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.module_state import ModuleState
-from profiler.recomputation.torch_state import TorchState
 from profiler.tensors.tensor_trees import TensorSlot, contents_of, device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward, leave_uncompiled
+from profiler.workload.data_parallel import units_of
 from profiler.workload.forward_patches import users_forward
 from profiler.workload.reachable import globals_of_forwards
-from profiler.workload.sharded_units import units_of
+from profiler.workload.torch_state import TorchState
 
 leave_uncompiled(__name__)
 

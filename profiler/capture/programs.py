@@ -29,7 +29,7 @@ from profiler.capture.joint_graph import (
     second_call,
 )
 from profiler.step_graph import StepGraph, StepRuns
-from profiler.workload.torch_flags import flags_now, set_flags
+from profiler.workload.torch_state import flags_now, set_flags
 
 AGAIN = "planner_again"  # in what is noted of a call in a program of backward: forward has run it before
 

@@ -26,15 +26,13 @@ from profiler.records import (
     SharedRecord,
     StageRecord,
 )
-from profiler.tensors.storages import distinct_bytes
-from profiler.tensors.tensor_parts import COLLECTIVES
+from profiler.tensors.tensor_parts import COLLECTIVES, distinct_bytes
 from profiler.trace.obstacles import remedy_for, why_not_recomputable
 from profiler.trace.partition import ChosenStage, alike, name_outside, parents_of
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
-from profiler.workload.given_models import class_name, inner_model
-from profiler.workload.precision import precision_of
-from profiler.workload.sharded_units import given_back_bytes, units_of
+from profiler.workload.data_parallel import given_back_bytes, units_of
+from profiler.workload.given_models import class_name, inner_model, precision_of
 from profiler.workload.workload import Workload
 
 

@@ -23,7 +23,7 @@ from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.obstacles import why_not_recomputable
 from profiler.trace.partition import HOOKS_OF_CALLS, ChosenStage
 from profiler.trace.step_record import Call, Trace
-from profiler.workload.sharded_units import casts_as_unit
+from profiler.workload.data_parallel import casts_as_unit
 
 ProposeRuns = Callable[[StepGraph], Sequence[StepRuns]]
 _OTHER_GRAPH = "stages like it are captured as another graph"

@@ -16,12 +16,11 @@ from profiler.measurement.planned_probe import PlannedProbe
 from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
-from profiler.tensors.storages import storage_of
-from profiler.tensors.tensor_parts import any_distributed
+from profiler.tensors.tensor_parts import any_distributed, storage_of
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.workload.autograd_nodes import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.optimizers import optimizer_tensors, scaler_tensors
+from profiler.workload.own_step import next_node
 from profiler.workload.reachable import tensors_held
 from profiler.workload.steps import beside_the_inputs, held_by_loop
 from profiler.workload.workload import Workload

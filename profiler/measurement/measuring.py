@@ -45,9 +45,9 @@ from profiler.trace.partition import (
 from profiler.trace.step_record import Trace
 from profiler.trace.step_trace import trace_compiled, trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
+from profiler.workload.data_parallel import states_in
 from profiler.workload.given_models import inner_model
 from profiler.workload.optimizers import with_inner
-from profiler.workload.sharded_units import states_in
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import (
     ProfileError,

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.measurement.meter import Mark, memory_meter, metered, metered_step, step_memory_meter, time_meter
-from profiler.tensors.storages import distinct_bytes, storage_key, storage_of
-from profiler.tensors.tensor_parts import any_distributed
+from profiler.tensors.tensor_parts import any_distributed, distinct_bytes, storage_key, storage_of
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.snapshot import RandomState, preserved

@@ -31,8 +31,7 @@ from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import Stages, StagesError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
-from profiler.workload.given_models import inner_model
-from profiler.workload.model_caches import ModelCaches, check_no_checkpointing
+from profiler.workload.given_models import ModelCaches, check_no_checkpointing, inner_model
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import (
     ProfileError,
@@ -41,7 +40,7 @@ from profiler.workload.steps import (
     gradient_bytes,
     resident_bytes_of,
 )
-from profiler.workload.torch_flags import under_compiled_autograd
+from profiler.workload.torch_state import under_compiled_autograd
 from profiler.workload.workload import Workload
 
 # Of what the device has left, profiling by itself takes so much: allocators, libraries and the trace need their part.

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place, WarmUp, metered_step
-from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.data_parallel import ends_unit, states_in
 from profiler.workload.forward_patches import Forward, ForwardPatches
-from profiler.workload.sharded_units import ends_unit, states_in
+from profiler.workload.own_step import graph_nodes, next_node
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)

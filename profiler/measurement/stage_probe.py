@@ -15,13 +15,12 @@ from profiler.measurement.meter import Mark, MarkedPhases, Meter
 from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor, StepProbe
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.saved_tensors import SavedSignature, is_parameter_like, signature_of
-from profiler.tensors.storages import has_storage, storage_key, storage_of
-from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_parts import has_storage, sizes_of, storage_key, storage_of
 from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes, states_in, told_when_gathered
 from profiler.workload.forward_patches import Forward
-from profiler.workload.sharded_units import CopiesOfThreads, in_flight_bytes, states_in, told_when_gathered
 from profiler.workload.snapshot import left_as_before
 from profiler.workload.workload import StepPhase, Workload
 

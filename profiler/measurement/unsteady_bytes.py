@@ -12,8 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
-from profiler.tensors.storages import distinct_bytes
-from profiler.tensors.tensor_parts import local_part
+from profiler.tensors.tensor_parts import distinct_bytes, local_part
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
 from profiler.trace.step_trace import first_forward

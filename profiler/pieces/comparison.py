@@ -16,9 +16,9 @@ from profiler.pieces.head_output import ChangedInPlace
 from profiler.pieces.heads import HeadInPieces, rows_at_once
 from profiler.pieces.module_pieces import ModuleInPieces
 from profiler.records import HeadRecord, PiecesRecord
+from profiler.workload.data_parallel import keep_parameters_of
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.given_models import named_modules
-from profiler.workload.sharded_units import keep_parameters_of
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import causes_of
 from profiler.workload.workload import StepPhase, Workload

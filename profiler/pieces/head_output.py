@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from profiler.pieces.module_pieces import fit_to_cache, slices
-from profiler.recomputation.torch_state import TorchState
+from profiler.workload.torch_state import TorchState
 
 Step = Callable[[Tensor], Tensor]
 Inside = AbstractContextManager[Any]

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.module_state import MOST_COPIED_BYTES, ModuleState
 from profiler.recomputation.rng_state import HostRandomness, drawing_from_all, states_on
-from profiler.recomputation.torch_state import TorchState
 from profiler.tensors.tensor_parts import collectives_under_way, wait_for_results
 from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.data_parallel import units_of
 from profiler.workload.plain_objects import Change
-from profiler.workload.sharded_units import units_of
-from profiler.workload.torch_flags import stacks_kept
+from profiler.workload.torch_state import TorchState, stacks_kept
 
 leave_uncompiled(__name__)
 

@@ -22,10 +22,10 @@ from profiler.recomputation.growing_containers import GrowingContainer
 from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
 from profiler.recomputation.remembered_parameters import RememberedParameter, RememberedParameters
 from profiler.recomputation.saved_tensors import RerunError, version_of
-from profiler.tensors.identity_cache import cached_by_identity
-from profiler.tensors.storages import storage_key
-from profiler.tensors.tensor_trees import slots_of, tensors_in
+from profiler.tensors.tensor_parts import storage_key
+from profiler.tensors.tensor_trees import cached_by_identity, slots_of, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.data_parallel import StageUnits
 from profiler.workload.plain_objects import (
     MOST_ITEMS,
     PLAIN,
@@ -42,7 +42,6 @@ from profiler.workload.plain_objects import (
 )
 from profiler.workload.reachable import HOOKS, OF_MODULES, globals_of, in_cell, is_closed, is_plain_tensor
 from profiler.workload.remembered_values import GENERATORS
-from profiler.workload.sharded_units import StageUnits
 
 leave_uncompiled(__name__)
 

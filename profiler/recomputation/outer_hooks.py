@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from profiler.recomputation.saved_tensors import SavedParameter, TensorStandIn, geometry_of
-from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)

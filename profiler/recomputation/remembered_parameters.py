@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.saved_tensors import RerunError, tensor_over, version_of
-from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import storage_key
 
 
 class RememberedParameter(NamedTuple):

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.torch_flags import current_flags
+from profiler.workload.torch_state import current_flags
 
 leave_uncompiled(__name__)
 

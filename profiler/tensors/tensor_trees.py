@@ -4,19 +4,49 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from profiler.tensors.identity_cache import cached_by_identity
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def cached_by_identity(function: Callable[[Key], Value]) -> Callable[[Key], Value]:
+    """What a function returned for an object the first time, for as long as that object lives.
+
+    ``functools.cache`` would keep it for good: a class that is made inside a function, and all that its methods refer
+    to. What the function returns must not refer to the object.
+    """
+    known: dict[int, Value] = {}
+    references: dict[int, weakref.ref[Key]] = {}
+
+    @functools.wraps(function)
+    def cached(key: Key) -> Value:
+        place = id(key)
+        if place in known:
+            return known[place]
+
+        def forget(_: weakref.ref[Key]) -> None:
+            known.pop(place, None)
+            references.pop(place, None)
+
+        value = function(key)
+        references[place] = weakref.ref(key, forget)
+        known[place] = value
+        return value
+
+    return cached
+
 
 _LEAVES = (str, bytes, int, float, bool, type(None))
 _DEPTH = 4  # of containers and objects in an object, down to its tensors

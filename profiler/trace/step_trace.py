@@ -22,17 +22,24 @@ from profiler.pieces.head_output import HeadOutput
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
-from profiler.tensors.storages import ShownElements, StorageTable, has_storage
 from profiler.tensors.tensor_memory import same_values
-from profiler.tensors.tensor_parts import COLLECTIVES, any_distributed, is_dense, sizes_of
+from profiler.tensors.tensor_parts import (
+    COLLECTIVES,
+    ShownElements,
+    StorageTable,
+    any_distributed,
+    has_storage,
+    is_dense,
+    sizes_of,
+)
 from profiler.tensors.tensor_trees import objects_in, opaque_holder, tensors_in
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
-from profiler.workload.autograd_nodes import graph_nodes, next_node
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
+from profiler.workload.data_parallel import SHARDING, unsharded_tensors
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.given_models import named_modules
+from profiler.workload.own_step import graph_nodes, next_node
 from profiler.workload.reachable import tensors_held
-from profiler.workload.sharded_units import SHARDING, unsharded_tensors
 from profiler.workload.snapshot import RandomState
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 

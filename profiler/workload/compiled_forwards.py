@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import-not-found]
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from profiler.tensors.identity_cache import cached_by_identity
+from profiler.tensors.tensor_trees import cached_by_identity
 from profiler.workload.compiled_regions import compiled_region, region_of
 
 Forward = Callable[..., Any]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from profiler.workload.compiled_forwards import Forward, between_graphs, leave_frame_uncompiled
-from profiler.workload.sharded_units import move_hooks_back, move_hooks_inside
+from profiler.workload.data_parallel import move_hooks_back, move_hooks_inside
 
 OF_CLASS = object()  # stands for a forward that is not the instance's own
 

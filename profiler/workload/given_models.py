@@ -1,17 +1,23 @@
-"""The model as it is given: whether it can run at all, and which model is inside of its wrappers.
+"""The model as it is given: whether it can run, which model is inside of its wrappers, what it computes in, its caches.
 
 Its parameters have to be there, and hold data. A plan means names inside of ``torch.compile``, DDP and FSDP2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from profiler.workload.compiled_forwards import plain_name, unwrapped
+from profiler.caller_warnings import warn_caller
+from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
+
+leave_uncompiled(__name__)
 
 _NAMED = 3  # parameters that an error names
 
@@ -85,3 +91,142 @@ def class_name(module: nn.Module) -> str:
 def autocasts_inside(model: nn.Module) -> bool:
     """Whether accelerate has put autocast around the model's own forward, where it is not seen from outside."""
     return "_original_forward" in vars(model)
+
+
+_CAST = ", autocast "
+
+
+def precision_of(model: nn.Module, autocast: torch.dtype | None) -> str:
+    """The precision of a model's step.
+
+    >>> precision_of(nn.Linear(1, 1).bfloat16(), None)
+    'bfloat16'
+    >>> precision_of(nn.Linear(1, 1), torch.float16)
+    'float32, autocast float16'
+    """
+    kinds = sorted({type_name(parameter.dtype) for parameter in model.parameters()})
+    return "+".join(kinds) + ("" if autocast is None else _CAST + type_name(autocast))
+
+
+def casts_of_parameters(device: torch.device) -> object | None:
+    """Stands for the casts that autocast has made of parameters, and uses again: the same object as long as these last.
+
+    None where it makes none, or keeps none.
+    """
+    if not torch.is_autocast_enabled(device.type) or not torch.is_autocast_cache_enabled():
+        return None
+    probe = _PROBES.get(device)
+    if probe is None:
+        probe = _PROBES[device] = torch.empty(0, 0, device=device, requires_grad=True)
+    with torch.enable_grad(), torch._C._DisableTorchDispatch():
+        product = torch.mm(probe, probe)
+    return None if product.grad_fn is None else product.grad_fn.next_functions[0][0]
+
+
+_PROBES: dict[torch.device, torch.Tensor] = {}  # parameters without elements
+
+
+def autocast_now(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to at this moment; None outside of it, and on devices that know none."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else None
+
+
+def types_part(precision: str) -> str:
+    """The types of the parameters.
+
+    >>> types_part("float32, autocast float16, compiled"), types_part("float32")
+    ('float32', 'float32')
+    """
+    return precision.partition(",")[0]
+
+
+def autocast_part(precision: str) -> torch.dtype | None:
+    """What autocast casts to; None where it does not.
+
+    >>> autocast_part("float32, autocast float16, compiled"), autocast_part("float32")
+    (torch.float16, None)
+
+    Raises:
+        ValueError: it names no type of torch's.
+    """
+    name = precision.partition(_CAST)[2].partition(",")[0]
+    found = getattr(torch, name, None) if name else None
+    if name and not isinstance(found, torch.dtype):
+        raise ValueError(f"precision: expected a type of torch's after autocast, got {name!r}; make the plan again")
+    return found
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """A type as it is written here.
+
+    >>> type_name(torch.float16)
+    'float16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+# What transformers and timm call the switch of their own checkpointing.
+_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
+SAID: set[str] = set()
+
+
+class ModelCaches:
+    """The caches that a model of transformers builds by its ``config.use_cache``.
+
+    A cache keeps every layer's keys and values in the output, and a second run of a layer would add them again.
+
+    Args:
+        model: whose modules are looked through, once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name = type(model).__name__
+        found: list[Any] = [vars(module).get("config") for module in model.modules()]
+        self._configs = list({id(config): config for config in found if hasattr(config, "use_cache")}.values())
+
+    @contextlib.contextmanager
+    def off(self, given: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Inside, training calls build none, as under transformers' own checkpointing; said once.
+
+        Args:
+            given: the keyword arguments of a call; one that brings a cache along is left as it is.
+        """
+        brought = given is not None and given.get("past_key_values") is not None
+        configs = [] if brought else [config for config in self._configs if config.use_cache is True]
+        if configs:
+            _say(self._name)
+        try:
+            for config in configs:
+                config.use_cache = False
+            yield
+        finally:
+            for config in configs:
+                config.use_cache = True
+
+
+def _say(kind: str) -> None:
+    if kind not in SAID:
+        SAID.add(kind)
+        warn_caller(
+            f"planner: use_cache is off in training calls of {kind}, as under its own checkpointing: a cache would "
+            "keep the keys and values of every layer. Evaluation and generate are as before; model.config.use_cache = "
+            "False says the same",
+            UserWarning,
+        )
+
+
+def check_no_checkpointing(model: nn.Module, who: str) -> None:
+    """Refuse a model whose own checkpointing is on: beside a plan its blocks would run three times.
+
+    Raises:
+        ValueError: with what to switch off; ``who`` begins the message.
+    """
+    for name, module in model.named_modules():
+        if any(vars(module).get(switch) is True for switch in _CHECKPOINTING):
+            off = "gradient_checkpointing_disable()" if hasattr(model, "gradient_checkpointing_disable") else ""
+            off = off or "set_grad_checkpointing(False)"
+            raise ValueError(
+                f"{who}: expected a model without checkpointing of its own, got it switched on"
+                f"{f' in {name!r}' if name else ''}; call model.{off}: the plan chooses what runs again"
+            )

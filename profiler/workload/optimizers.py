@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.tensors.storages import storage_key
+from profiler.tensors.tensor_parts import storage_key
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.reachable import reached_from
 

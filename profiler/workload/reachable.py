@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from profiler.tensors.identity_cache import cached_by_identity
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.tensors.tensor_trees import cached_by_identity, tensors_in
 from profiler.workload.plain_objects import MOST_ITEMS, PLAIN, attributes_of, base_of, in_slots, is_opened, items_of
 from profiler.workload.replayed_iterators import ReplayedIterator
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from profiler.caller_warnings import warn_caller
 from profiler.tensors.tensor_memory import TensorMemory
+from profiler.workload.data_parallel import buckets_restored
 from profiler.workload.given_models import check_ready
-from profiler.workload.gradient_buckets import buckets_restored
 from profiler.workload.iterator_places import replace_iterators
 from profiler.workload.optimizers import with_inner
 from profiler.workload.own_step import OwnStep
@@ -36,7 +36,7 @@ from profiler.workload.reachable import (
     tensors_of,
 )
 from profiler.workload.remembered_values import Attributes, Memories, Restoring, Snapshot, filled
-from profiler.workload.torch_flags import current_flags, stacks_kept
+from profiler.workload.torch_state import current_flags, stacks_kept
 from profiler.workload.workload import Workload
 
 

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
-from profiler.tensors.storages import distinct_bytes, storage_key
-from profiler.tensors.tensor_parts import parts_of
-from profiler.workload.autograd_nodes import kept_by_nodes
-from profiler.workload.gradient_buckets import bucket_bytes, buckets_change
+from profiler.tensors.tensor_parts import distinct_bytes, parts_of, storage_key
+from profiler.workload.data_parallel import bucket_bytes, buckets_change, mesh_tensors, unsharded_tensors
 from profiler.workload.optimizers import (
     fill_history,
     optimizer_tensors,
@@ -22,10 +20,9 @@ from profiler.workload.optimizers import (
     stepped_parameters,
     wants_closure,
 )
+from profiler.workload.own_step import StepError, kept_by_nodes
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
-from profiler.workload.sharded_units import mesh_tensors, unsharded_tensors
 from profiler.workload.workload import OnPhase, StepPhase, Workload
-from profiler.workload.workload_arguments import StepError
 
 Result = TypeVar("Result")
 # GradScaler's scale begins at 65536 and halves with every skipped step; below 1 it no longer serves its end.

@@ -19,7 +19,7 @@ from planner.distributed.simulated_ranks import simulate_collectives, simulated_
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
-from profiler.workload.sharded_units import gathered_sizes, states_in
+from profiler.workload.data_parallel import gathered_sizes, states_in
 from profiler.workload.workload import Workload
 from solvers.chain.minimum_memory import shortage
 from tests.support.nightly import by_day

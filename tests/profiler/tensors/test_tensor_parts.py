@@ -1,4 +1,4 @@
-"""Results of collectives that are under way are known, and can be waited for."""
+"""Collectives under way are known and can be waited for; which tensors over one storage show a common element."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from profiler.tensors.tensor_memory import TensorMemory, same_values
-from profiler.tensors.tensor_parts import collectives_under_way, wait_for_results
+from profiler.tensors.tensor_parts import ShownElements, collectives_under_way, wait_for_results
 
 
 @pytest.fixture
@@ -49,3 +50,30 @@ def test_a_tensor_that_ranks_share_unevenly_is_put_back(two_ranks: None) -> None
     assert not same_values(shared, other)
     assert memory.put_back() is shared
     assert torch.equal(shared.to_local(), local)
+
+
+ROWS = torch.zeros(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        (ROWS[:, :3], ROWS[:, 3:], False),  # Side by side in every row: the one begins before the other has ended.
+        (ROWS[:, :4], ROWS[:, 3:], True),
+        (ROWS[:2], ROWS[2:], False),
+        (ROWS[::2], ROWS[1::2], False),
+        (ROWS, ROWS.t(), True),
+        (ROWS[:1, :1].expand(4, 6), ROWS[:, 1:], False),  # One element, shown 24 times.
+        (ROWS[:1, :1].expand(4, 6), ROWS[:, :1], True),
+        (ROWS[:0], ROWS, False),
+        (ROWS, ROWS.view(torch.int32), True),
+        (ROWS[:2], ROWS.view(torch.float16)[2:], True),  # Not looked into.
+        (ROWS, torch.zeros(4, 6), False),
+    ],
+)
+def test_regions_meet_where_both_show_an_element(one: Tensor, other: Tensor, meet: bool) -> None:
+    assert (
+        ShownElements.of(one).meets(ShownElements.of(other))
+        == ShownElements.of(other).meets(ShownElements.of(one))
+        == meet
+    )

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.recomputation.module_rerun import RERUN_DEPTH, running_again
 from profiler.recomputation.saved_tensors import without_graph
-from profiler.workload.sharded_units import SHARDING, running_sharding
-from profiler.workload.torch_flags import stacks_kept
+from profiler.workload.data_parallel import SHARDING, running_sharding
+from profiler.workload.torch_state import stacks_kept
 
 
 class Passing(TorchDispatchMode):
@@ -89,7 +89,7 @@ def interrupted_at(number: int, run: Callable[[], object], files: tuple[str, ...
     return False
 
 
-ENTERING = ("torch_flags.py", "module_rerun.py", "saved_tensors.py", "sharded_units.py")
+ENTERING = ("torch_state.py", "module_rerun.py", "saved_tensors.py", "data_parallel.py")
 ENTERED = ("_python_dispatch.py", "autograd/graph.py", "grad_mode.py")
 RUNS = (under_a_mode, again_under_a_mode, detached, as_the_shardings_own)
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from planner.distributed.simulated_ranks import simulated_group
-from profiler.workload.sharded_units import casts_as_unit
+from profiler.workload.data_parallel import casts_as_unit
 
 HALF, FULL, WORDS = (torch.ones(2, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int64))
 TO_HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
