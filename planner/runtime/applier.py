@@ -14,11 +14,12 @@ from torch import nn
 from planner.plans.lowering import LoweredSchedule, lower_schedule
 from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
-from planner.runtime.kept_runs import CheckTurns, Deviations
 from planner.runtime.loop_watch import LoopWatch, is_metered
 from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types, given_model, given_plan
 from planner.runtime.plan_checks import (
     BatchShapes,
+    CheckTurns,
+    Deviations,
     ParameterChecks,
     SameBatch,
     running_backward,
@@ -29,12 +30,12 @@ from planner.runtime.plan_checks import (
     warn_once,
 )
 from planner.runtime.planned_step import PlannedStep
-from planner.runtime.stage_input import BatchCopies
 from planner.runtime.stage_places import CompiledCalls, StagePlaces, made_compiled, module_named, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.capture.call_program import Compiled
 from profiler.pieces.comparison import run_in_pieces
+from profiler.recomputation.held_inputs import BatchCopies
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.records import PiecesRecord
 from profiler.workload.data_parallel import keep_gathered

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, PlannedStage
 from planner.plans.plan_claims import PlanClaims
 from profiler.caller_warnings import warn_caller
 from profiler.recomputation.module_rerun import RERUN_DEPTH
@@ -255,3 +256,72 @@ class ParameterChecks:
 def _is_zero(value: object) -> bool:
     """Whether it is a rate that is 0, or may be."""
     return type(value) is float and not value
+
+
+class CheckTurns:
+    """Decides in which forwards a dropped stage compares what its second run saves with what its first run saved.
+
+    Every stage is checked in the first forwards, and again after the circumstances change. After that, each forward
+    checks one stage, in turn: reading values of every saved tensor takes a tenth of a step of tiny ops. A fault that
+    persists is found within as many forwards as there are dropped stages. The number of saved tensors is always
+    compared.
+
+    Args:
+        dropped: positions of the stages that take turns; others are always checked.
+    """
+
+    ALL_FORWARDS = 5
+
+    __slots__ = ("_circumstances", "_dropped", "_forwards", "_left")
+
+    def __init__(self, dropped: Iterable[int] = ()) -> None:
+        self._dropped = sorted(dropped)
+        self._left = self._forwards = 0
+        self._circumstances: Hashable = None
+
+    def forward_begins(self, circumstances: Hashable) -> None:
+        """Another forward.
+
+        Args:
+            circumstances: what the stages may depend on and is known: shapes of the batch, the mode.
+        """
+        self._forwards += 1
+        self._left = max(0, self._left - 1)
+        if circumstances != self._circumstances:
+            self._circumstances, self._left = circumstances, self.ALL_FORWARDS
+
+    def checked(self, position: int) -> bool:
+        """Whether a stage is checked in the forward under way."""
+        if self._left or position not in self._dropped:
+            return True
+        return self._dropped[self._forwards % len(self._dropped)] == position
+
+
+@dataclass(slots=True)
+class Deviations:
+    """What the stages of an applied plan were seen to do otherwise than was profiled, from step to step.
+
+    Attributes:
+        undefined: by stage, numbers of saved tensors some of whose values are undefined memory.
+        dropped_stages: those that ran a first time since, each of which may be what sets its parameters.
+        other_batch: the forward under way has a batch of other shapes, which has been said.
+        other_inputs: a stage's input was said to have other shapes.
+        turns: which dropped stages are checked in the forward under way.
+    """
+
+    undefined: dict[int, set[int]] = field(default_factory=dict)
+    dropped_stages: set[int] = field(default_factory=set)
+    other_batch: bool = False
+    other_inputs: bool = False
+    turns: CheckTurns = field(default_factory=CheckTurns)
+
+    def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
+        """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
+        if self.other_batch or self.other_inputs or not stage.input_shapes:
+            return
+        shapes = [*map(sizes_of, inputs)]
+        if shapes != list(stage.input_shapes):
+            self.other_inputs = True
+            larger = is_larger(shapes, stage.input_shapes)
+            then = "the peak is not promised" if larger else "they are smaller and need less memory"
+            warn_once(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")

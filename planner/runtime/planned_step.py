@@ -8,31 +8,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine
-from planner.runtime.dropped_stage import DroppedStage
-from planner.runtime.kept_runs import Deviations, KeptRuns
-from planner.runtime.plan_checks import warn_of_a_larger_step, warn_once
-from planner.runtime.stage_input import BatchCopies, StageOutput
+from planner.runtime.dropped_stage import DroppedProgram, DroppedStage, StepContext
+from planner.runtime.plan_checks import Deviations, warn_of_a_larger_step, warn_once
+from planner.runtime.schedule_runner import ScheduleRunner
 from planner.runtime.stage_programs import StagePrograms
-from planner.runtime.transfers import TransferExecutor, before_backward
+from planner.runtime.transfers import SavedTensorLog, TransferExecutor, before_backward
+from profiler.recomputation.held_inputs import BatchCopies, CallOutput
+from profiler.recomputation.saved_tensors import unpack
 from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.own_step import next_node
 
 leave_uncompiled(__name__)
 
-_Latest = tuple[DroppedStage, StageOutput]
+_Latest = tuple[DroppedStage, CallOutput]
 
 
 class PlannedStep:
     """The stages of one forward, and what its backward will need.
 
     Args:
-        plan, lowered, deviations, batch: as for ``KeptRuns``.
+        plan, lowered, deviations, batch: as for ``StepContext``.
         programs: of the plan's captured stages.
         engine: copies to and from host memory; None where nothing is sent.
     """
@@ -53,7 +55,9 @@ class PlannedStep:
         self._latest: _Latest | None = None
         self._ran: set[int] = set()
         self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
-        self._runs = KeptRuns(plan, lowered, deviations, batch, self._transfers)
+        self._schedule = ScheduleRunner(lowered, len(plan.stages), self._dropped, self._transfers)
+        before = self._schedule.before_backward
+        self._context = StepContext(plan, lowered, deviations, batch, self._transfers, before)
         self._node_after_stage = self._first_node = next_node()
         self._own_nodes = 0  # those that no forward makes without a plan
 
@@ -90,8 +94,8 @@ class PlannedStep:
         if not kin.recomputable:
             return forward(*args, **kwargs)
         position, first_node = len(self._plan.stages) + len(self._ran), next_node()
-        stage = DroppedStage(position, module, forward, self._runs, self._dropped, replace(kin, name=name, links=()))
-        output = self._run_dropped(stage, None, args, kwargs)
+        stage = DroppedStage(position, module, forward, self._context, replace(kin, name=name, links=()))
+        output = self._run_dropped(stage, None, args, kwargs, expects_links=True)
         self._ran.add(position)
         self._latest = None
         self._expect_backward(position, tensors_in(output), first_node)
@@ -100,7 +104,7 @@ class PlannedStep:
     @property
     def backward_begun(self) -> bool:
         """Whether a stage of it has run again, or was about to."""
-        return self._runs.backward_begun
+        return self._schedule.backward_begun
 
     def leave(self, output: Any) -> None:
         """The model's forward is over, and has returned this."""
@@ -121,24 +125,42 @@ class PlannedStep:
         program = self._programs.program(position, module, forward, args, kwargs)
         self._own_nodes += next_node() - before  # of tracing
         self._own_nodes += 0 if program is None else program.nodes_for_order
-        if position not in self._runs.lowered.dropped:
+        step = self._context
+        if position not in step.lowered.dropped:
             if program is not None:
-                checked = self._runs.deviations.turns.checked(position)
-                return program.called(args, kwargs, self._runs.batch, checked=checked)
+                checked = step.deviations.turns.checked(position)
+                return program.called(args, kwargs, step.batch, checked=checked)
             if not self._programs.runs(position):
-                return self._runs.first_run(position, forward, args, kwargs)
-        stage = DroppedStage(position, module, forward, self._runs, self._dropped, program=program)
+                return self._run_kept(position, forward, args, kwargs)
+        if program is None:
+            stage = DroppedStage(position, module, forward, step)
+        else:
+            stage = DroppedProgram(program, position, module, forward, step)
         # A step may leave the stage before out.
-        stage.expects_links = self._latest is not None and position - 1 in self._ran
-        output = self._run_dropped(stage, self._latest, args, kwargs)
-        self._latest = stage, StageOutput(tensors_in(output))
+        expects_links = self._latest is not None and position - 1 in self._ran
+        output = self._run_dropped(stage, self._latest, args, kwargs, expects_links=expects_links)
+        self._latest = stage, CallOutput(tensors_in(output))
         return output
 
-    def _run_dropped(self, stage: DroppedStage, latest: _Latest | None, args: Any, kwargs: Any) -> Any:
+    def _run_kept(self, position: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a stage with autograd, which keeps what it saves, and hand what is to be sent to the transfers."""
+        if self._transfers is None or not self._context.sends(position):
+            return forward(*args, **kwargs)
+        self._context.deviations.check_shapes(self._plan.stages[position], tensors_in((args, kwargs)))
+        log = SavedTensorLog()
+        with torch.autograd.graph.saved_tensors_hooks(log.pack, unpack):
+            output = forward(*args, **kwargs)
+        log.parameters.pass_on()
+        self._transfers.kept(position, 0, log.saved())
+        return output
+
+    def _run_dropped(
+        self, stage: DroppedStage, latest: _Latest | None, args: Any, kwargs: Any, *, expects_links: bool
+    ) -> Any:
         """The first run of a dropped stage, whose input may be what the ``latest`` one returned."""
         previous, returned = latest or (None, None)
         before = next_node()
-        stage.take_input((args, kwargs), previous, returned)
+        stage.take_input((args, kwargs), previous, returned, expects_links=expects_links)
         self._own_nodes += next_node() - before
         output = stage.run_first(args, kwargs)
         self._dropped[stage.position] = stage
@@ -151,7 +173,7 @@ class PlannedStep:
         """The gradient of a stage's output has come: it runs again now, beside no other gradient of its own."""
         stage = self._dropped.get(position)
         if stage is not None and stage.needed:
-            stage.materialise()
+            stage.recompute()
         elif self._transfers is not None and (stage is None or stage.done):
             self._transfers.backward_begins(position)
             self._transfers.finish_fetches(position)

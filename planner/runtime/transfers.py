@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine, HostCopy, HostFetch, bytes_of
 from planner.runtime.plan_checks import warn_once
 from profiler.op_graph import StageOps
+from profiler.recomputation.dropped_call import DroppedCall
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_tensors import (
     Geometry,
@@ -66,6 +67,13 @@ class OffloadableTensor(SavedTensor):
             assert self._storage is not None
             self._storage.fetch_now()
         return super().tensor()
+
+    def fetched(self) -> tuple[Tensor, int]:
+        """The tensor, brought back from host memory, and its version; one that was changed in place as it is."""
+        if self.offloaded:
+            assert self._storage is not None
+            self._storage.fetch_now()
+        return self._tensor, self._version
 
     def release(self) -> None:
         """Hold no memory of the device, unless the tensor was changed in place: then using it has to fail."""
@@ -222,14 +230,6 @@ _ALL_RERUNS = 10**9  # more than any backward has before it
 _UnitStorages = dict[int, list[weakref.ref[OffloadedStorage]]]  # the storages of each offload unit
 
 
-class WaitingStage(Protocol):
-    """A stage that waits to run again."""
-
-    def offload_inputs(self, numbers: Sequence[int]) -> list[OffloadedStorage]:
-        """The storages under input tensors that it holds, by their numbers."""
-        ...
-
-
 class TransferExecutor:
     """Carries out a schedule's transfers as the step comes to their moments, each once, in order.
 
@@ -239,7 +239,7 @@ class TransferExecutor:
     Args:
         plan, lowered: of the step.
         engine: copies the bytes.
-        waiting: stages that wait to run again.
+        waiting: dropped stages by position, as far as the graph needs them.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class TransferExecutor:
         plan: Plan,
         lowered: LoweredSchedule,
         engine: CopyEngine,
-        waiting: Mapping[int, WaitingStage],
+        waiting: Mapping[int, DroppedCall],
     ) -> None:
         self._plan = plan
         self._lowered = lowered
@@ -327,10 +327,18 @@ class TransferExecutor:
 
     def _take_inputs(self, stage: int, unit: int) -> None:
         """The input that a stage holds is one of its units from now on."""
-        holder = self._waiting.get(stage)
-        if holder is not None:
-            storages = holder.offload_inputs(self._plan.offload_units_of(stage, None)[unit])
-            self._units.setdefault((stage, None), {})[unit] = [weakref.ref(storage) for storage in storages]
+        call = self._waiting.get(stage)
+        if call is None or call.done:
+            return
+        views: dict[int, OffloadableTensor] = {}
+        for number in self._plan.offload_units_of(stage, None)[unit]:
+            held = call.input.held(number)
+            tensor = None if held is None else held.tensor
+            # What was changed in place since stays.
+            if held is not None and isinstance(tensor, Tensor) and version_of(tensor) == held.version:
+                held.tensor = views.setdefault(id(tensor), OffloadableTensor(tensor))
+        storages = input_storages(list(views.values()))
+        self._units.setdefault((stage, None), {})[unit] = [weakref.ref(storage) for storage in storages]
 
     def _cannot(self, stage: int, why: str) -> None:
         warn_once(self._plan.stages[stage].name, f"{why}; the peak is not promised")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed, fx, nn
@@ -12,10 +12,11 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiler.capture.captured_call import CapturedCall
-from profiler.capture.joint_graph import CaptureError, draws, step_graph_of
+from profiler.capture.joint_graph import CaptureError, draws, is_view, step_graph_of
 from profiler.capture.programs import AGAIN, AsInForward, StepOrder, outputs_program, programs_of, with_direct_calls
-from profiler.capture.read_again import CHANGED, Batch, ReadAgain, inputs_read_again
-from profiler.recomputation.saved_tensors import RerunError
+from profiler.recomputation.dropped_call import Placeholder
+from profiler.recomputation.held_inputs import BatchCopies, HeldTensor
+from profiler.recomputation.saved_tensors import RerunError, Values, some_values_of
 from profiler.tensors.tensor_trees import tensors_in, with_tensors
 from profiler.workload.data_parallel import called_as_unit, units_of
 from profiler.workload.torch_state import flags_now
@@ -27,12 +28,25 @@ _Code = Callable[[list[Any]], Sequence[Any]]
 WATCHERS: list[Callable[[nn.Module, Callable[[], Any]], Any]] = []
 
 
-class Saved(Protocol):
-    """Where a dropped call finds what its forward would have handed over, once backward asks."""
+class HandedOver(NamedTuple):
+    """What the forward of a program has handed over to backward."""
 
-    def taken(self, *, again: bool) -> tuple[CallProgram, list[Any]]:
-        """The program whose forward has run once more, and what that handed over; ``again``: it will be asked again."""
-        ...
+    program: CallProgram
+    tensors: list[Any]
+
+
+class ProgramPlaceholder(Placeholder):
+    """Stands in the graph for what the forward of a dropped program hands over."""
+
+    __slots__ = ()
+
+    def taken(self, *, again: bool) -> HandedOver:
+        """The program whose forward has run once more, and what that handed over; ``again``: it is asked again."""
+        found: HandedOver = self.filled()
+        if again:
+            return HandedOver(found.program, list(found.tensors))
+        self.value = None
+        return found
 
 
 class Compiled(Protocol):
@@ -226,7 +240,7 @@ class BoundProgram:
         """What the module's forward returns for these arguments."""
         return self.called(args, kwargs, None, checked=True)
 
-    def called(self, args: Any, kwargs: Any, batch: Batch | None, *, checked: bool) -> Any:
+    def called(self, args: Any, kwargs: Any, batch: BatchCopies | None, *, checked: bool) -> Any:
         """The same in a step with a batch; ``checked`` is as for ``ReadAgain``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -235,7 +249,7 @@ class BoundProgram:
 
         return called_as_unit(self.module, run, args, kwargs)
 
-    def dropping(self, saved: Saved, args: Any, kwargs: Any) -> Any:
+    def dropping(self, saved: ProgramPlaceholder, args: Any, kwargs: Any) -> Any:
         """The same, handing nothing over to backward, which asks ``saved`` for it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -350,7 +364,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, bound: BoundProgram, batch: Batch | None, checked: bool, *inputs: Tensor
+        ctx: Any, bound: BoundProgram, batch: BatchCopies | None, checked: bool, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         program = bound.program
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
@@ -396,7 +410,7 @@ class _DroppedCall(torch.autograd.Function):
     boxed_grads_call = True
 
     @staticmethod
-    def forward(ctx: Any, bound: BoundProgram, saved: Saved, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, bound: BoundProgram, saved: ProgramPlaceholder, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         program = bound.program
         # Autograd sees to it that they stay, and hooks around the model see them.
         parameters = [inputs[program.places[number]] for _, number in program.parameters]
@@ -478,3 +492,93 @@ def _as_traced(gradient: Tensor, size: torch.Size, stride: Sequence[int]) -> Ten
     if 0 in stride:
         return gradient.contiguous()
     return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+CHANGED = (
+    "expected {} that ops which run again read to be as it was in forward, got one that was changed in place since; "
+    "call backward before anything writes to it, or profile with menus=False"
+)
+
+
+class InputRead(NamedTuple):
+    """An input of a call that ops read which run again in backward.
+
+    Attributes:
+        place: among what forward hands over.
+        of_module: it is a parameter or a buffer, not an argument.
+        alone: no op of backward itself reads it.
+    """
+
+    place: int
+    of_module: bool
+    alone: bool
+
+
+def inputs_read_again(backward: fx.GraphModule, of_module: dict[str, bool]) -> list[InputRead]:
+    """The inputs that a program of a backward takes, and reads in second runs.
+
+    Args:
+        backward: the program.
+        of_module: by the names of the call's inputs, whether they are parameters or buffers.
+    """
+    found: list[InputRead] = []
+    for place, node in enumerate(backward.graph.find_nodes(op="placeholder")):
+        if node.name in of_module:
+            readers = _readers(node)
+            again = [AGAIN in reader.meta for reader in readers]
+            if any(again):
+                found.append(InputRead(place, of_module[node.name], all(again)))
+    return found
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a value, by views of it as well."""
+    readers: list[fx.Node] = []
+    for user in node.users:
+        readers += _readers(user) if is_view(user) and AGAIN not in user.meta else [user]
+    return readers
+
+
+class ReadAgain:
+    """Inputs that ops read which run again, as they were in forward.
+
+    Args:
+        reads: the inputs.
+        handed: what forward hands over; what of the batch only second runs read is taken out of it.
+        batch: of the step; None where it is not known.
+        checked: whether backward compares some values of parameters with those of forward.
+    """
+
+    __slots__ = ("_copies", "_values")
+
+    def __init__(
+        self, reads: Sequence[InputRead], handed: list[Any], batch: BatchCopies | None, *, checked: bool
+    ) -> None:
+        self._copies: list[tuple[int, HeldTensor]] = []
+        self._values: list[tuple[int, bool, Values]] = []
+        for place, of_module, alone in reads:
+            tensor = handed[place]
+            if of_module:
+                if checked:
+                    self._values.append((place, True, some_values_of(tensor)))
+            elif batch is not None and batch.holds(tensor):
+                held = HeldTensor(tensor.detach())
+                held.values, held.copy = some_values_of(tensor), batch.copy_of(tensor) if alone else None
+                if held.copy is None:
+                    self._values.append((place, False, held.values))
+                else:
+                    self._copies.append((place, held))
+                    handed[place] = None  # Autograd would refuse it once it was changed.
+
+    def put_into(self, saved: list[Any]) -> None:
+        """Put what was taken out back into what was handed over.
+
+        Raises:
+            RerunError: something that is read again was changed.
+        """
+        for place, held in self._copies:
+            saved[place] = held.as_before()
+        for place, of_module, values in self._values:
+            if some_values_of(saved[place]) != values:
+                shape = tuple(saved[place].shape)
+                raise RerunError(CHANGED.format(f"{'a parameter' if of_module else 'an input'} of shape {shape}"))

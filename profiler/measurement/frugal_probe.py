@@ -119,9 +119,16 @@ class DropsEvaluations(MarkedStep):
             return super().run_call(module, forward, args, kwargs)
         self._in_stage = True
         try:
-            return DroppedCall(module, ()).run(forward, args, kwargs)
+            return _run_dropped(DroppedCall(module, forward), args, kwargs)
         finally:
             self._in_stage = False
+
+
+def _run_dropped(call: DroppedCall, args: Any, kwargs: Any, *held: Any) -> Any:
+    """The first run of a call; ``held`` are the further arguments of ``DroppedCall.hold_input``."""
+    with torch._C._DisableTorchDispatch():  # Meters count what is held, not how.
+        call.hold_input((args, kwargs), *held)
+    return call.run_first(args, kwargs)
 
 
 class FrugalDroppingForward(DropsEvaluations, DroppingForward):
@@ -167,12 +174,8 @@ class FrugalStep(DropsEvaluations, ReplacingStep):
         links = shared.boundary_links(position) if before is not None and position not in boundaries else {}
         following = position + 1
         gone = [k for k, dropped in ((position, links), (following, following not in boundaries)) if dropped]
-        made = DroppedCall(
-            call.module, shared.held_saves(position, gone), shared.held_inputs(position), call.mutated_buffers
-        )
-        if before is not None and links:
-            made.take_from(before, links)
-        output = made.run(forward, args, kwargs)
+        made = DroppedCall(call.module, forward, call.mutated_buffers, shared.held_saves(position, gone))
+        output = _run_dropped(made, args, kwargs, before, links, shared.held_inputs(position))
         self._last, self._last_position = weakref.ref(made), position
         return output
 

@@ -1,23 +1,21 @@
-"""One call of a stage that keeps nothing of its own for backward: it runs again when backward asks for that."""
+"""One call that keeps nothing of its own for backward: it is recomputed when backward asks for what it saved."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from profiler.recomputation.host_copies import uncounted_copy
+from profiler.recomputation.held_inputs import HeldInput
 from profiler.recomputation.module_rerun import (
     CallState,
-    detached,
+    Saw,
     rerun_dropping,
+    rerun_keeping,
     rerun_until_saved,
-    with_other_history,
 )
 from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_tensors import (
@@ -27,181 +25,216 @@ from profiler.recomputation.saved_tensors import (
     is_parameter_like,
     unpack,
 )
-from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
+from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 
 leave_uncompiled(__name__)
 
+# Keep nothing, keep what is saved, or keep it and stop once all is there.
+Mode = Literal["drop", "keep", "until_saved"]
 
-class DroppedCall:
-    """Runs a call so that what it saves is made again in backward, but for what others hold as well.
 
-    On the device it holds no more than the call itself would: inputs that it does not save are copied to host memory.
-    Needs no plan: profiling runs stages so where a whole step does not fit.
+class Placeholder:
+    """Stands in the graph for what a dropped call would have saved; holds it once that is recomputed.
 
-    Args:
-        module: that is called.
-        held: numbers of the saved tensors that stay.
-        inputs: numbers of the input tensors that are there anyway, or saved by the call; None for all.
-        changing: as for ``CallState``.
+    The autograd node owns it, so what it holds is released exactly when autograd releases a saved tensor: after the
+    node ran, or with the graph.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        held: Collection[int],
-        inputs: Collection[int] | None = None,
-        changing: Collection[str] = (),
-    ) -> None:
-        self._module, self._held, self._kept_inputs, self._changing = module, held, inputs, changing
-        self._forward: Callable[..., Any] | None = None
-        self._arguments: Any = None
-        self._inputs: list[_Input | _LinkedInput] = []
-        self._state: CallState | None = None
-        self._saved: list[Callable[[], _Dropped | None]] = []
-        self._before: DroppedCall | None = None
-        self._links: Mapping[int, int] = {}
-
-    def take_from(self, before: DroppedCall, links: Mapping[int, int]) -> None:
-        """Hold no input that another dropped call returned: that one runs again for it.
-
-        Args:
-            before: the other call.
-            links: for numbers of input tensors, which output of it each one is.
-        """
-        self._before, self._links = before, links
-
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The first run; returns what it returns."""
-        self._forward = forward
-        self._state = CallState(self._module, device_of((args, kwargs)), draws_random=True, changing=self._changing)
-        self._arguments = without_tensors((args, kwargs))
-        kept = self._kept_inputs
-        with torch._C._DisableTorchDispatch():
-            self._inputs = [
-                _LinkedInput(tensor)
-                if number in self._links
-                else _Input(tensor, copied=kept is not None and number not in kept)
-                for number, tensor in enumerate(tensors_in((args, kwargs)))
-            ]
-        parameters = SavedParameters()
-
-        def pack(tensor: Tensor) -> TensorStandIn:
-            number = len(self._saved)
-            if is_parameter_like(tensor):
-                self._saved.append(_nothing)
-                return parameters.stand_in(tensor)
-            if number in self._held:
-                self._saved.append(_nothing)
-                with torch._C._DisableTorchDispatch():
-                    return SavedTensor(tensor.detach())
-            dropped = _Dropped(self)
-            self._saved.append(weakref.ref(dropped))
-            return dropped
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            output = forward(*args, **kwargs)
-        parameters.pass_on()
-        return output
-
-    def make_again(self) -> None:
-        """Run again, and hand each saved tensor that backward may still ask for to its place.
-
-        Raises:
-            RerunError: the second run saves fewer tensors.
-        """
-        assert self._state is not None and self._forward is not None
-        numbers = itertools.count()
-        args, kwargs = self._given(self._outputs_before())
-        saved = rerun_until_saved(
-            self._forward, self._state, args, kwargs, len(self._saved), lambda _: self._needs(next(numbers))
-        )
-        if len(saved) != len(self._saved):
-            raise RerunError(f"expected {len(self._saved)} saved tensors, got {len(saved)} in its second run")
-        for reference, tensor in zip(self._saved, saved, strict=True):
-            if (place := reference()) is not None:
-                place.value = tensor
-        self._saved, self._inputs, self._arguments, self._state, self._forward = [], [], None, None, None
-        self._before = None
-
-    def _outputs_before(self) -> list[Tensor]:
-        """What the call before returns: it runs again, and those before it from the last one whose inputs are held."""
-        calls: list[DroppedCall] = []
-        call = self
-        while call._before is not None:
-            call = call._before
-            calls.append(call)
-        outputs: list[Tensor] = []
-        for call in reversed(calls):
-            if call._state is None or call._forward is None:
-                raise RerunError("expected stages to be used in backward in the reverse order of their forward")
-            args, kwargs = call._given(outputs)
-            outputs.clear()
-            outputs = tensors_in(rerun_dropping(call._forward, call._state, args, kwargs))
-            del args, kwargs
-        return outputs
-
-    def _given(self, outputs: Sequence[Tensor]) -> tuple[Any, Any]:
-        """The arguments; ``outputs`` are those of the call before."""
-        tensors = [
-            each.tensor(outputs[self._links[number]]) if isinstance(each, _LinkedInput) else each.tensor()
-            for number, each in enumerate(self._inputs)
-        ]
-        return with_tensors(self._arguments, tensors)
-
-    def _needs(self, number: int) -> bool:
-        return number < len(self._saved) and self._saved[number]() is not None
-
-
-class _Input:
-    """An input tensor: held, or copied to host memory."""
-
-    __slots__ = ("_copy", "_device", "_has_history", "_requires_grad", "_tensor")
-
-    def __init__(self, tensor: Tensor, *, copied: bool) -> None:
-        self._copy = uncounted_copy(tensor, math.inf) if copied else None
-        self._tensor = detached(tensor) if self._copy is None else None
-        self._device = tensor.device
-        self._has_history, self._requires_grad = tensor.grad_fn is not None, tensor.requires_grad
-
-    def tensor(self) -> Tensor:
-        """The tensor, as an input of a second run."""
-        if self._tensor is not None:
-            return self._tensor
-        assert self._copy is not None
-        with torch._C._DisableTorchDispatch():
-            made = self._copy.on(self._device)
-            return with_other_history(made) if self._has_history else made.requires_grad_(self._requires_grad)
-
-
-class _LinkedInput:
-    """An input tensor that another call makes again."""
-
-    __slots__ = ("_has_history",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._has_history = tensor.grad_fn is not None
-
-    def tensor(self, made: Tensor) -> Tensor:
-        with torch._C._DisableTorchDispatch():
-            return with_other_history(made) if self._has_history else made.detach()
-
-
-class _Dropped:
-    """Stands in the graph for a saved tensor that is made again."""
-
-    __slots__ = ("__weakref__", "_call", "value")
+    __slots__ = ("__weakref__", "call", "value")
 
     def __init__(self, call: DroppedCall) -> None:
-        self._call = call
-        self.value: Tensor | None = None
+        self.call = call
+        self.value: Any = None
 
     def tensor(self) -> Tensor:
+        """The tensor; its call is recomputed where it is not there yet."""
+        return unpack(self.filled())
+
+    def filled(self) -> Any:
+        """What it holds, once its call is recomputed."""
         if self.value is None:
-            self._call.make_again()
+            self.call.recompute()
         assert self.value is not None
         return self.value
 
 
-def _nothing() -> None:
-    """Stands for the reference to a saved tensor that stays."""
+class Recomputed(NamedTuple):
+    """What the latest recomputation of a call returned; emptied once the next call has taken its input from it."""
+
+    call: DroppedCall
+    tensors: list[Tensor]
+
+
+class DroppedCall:
+    """One call: its input, its surroundings, and the placeholders of what it saved.
+
+    The placeholders own it, and it owns the call before as long as that may have to make its input. Without a plan it
+    is recomputed as backward first asks for something: profiling runs stages so where a whole step does not fit.
+
+    Args:
+        module, forward: that are called.
+        changing: as for ``CallState``.
+        held: numbers of the saved tensors that stay.
+
+    Attributes:
+        done: whether what it saved is there again.
+        input: its arguments, after ``take_input``.
+        previous: the call that makes the part of its input which is not held.
+    """
+
+    holds_more = False  # The linked input is held from now on, where it is recomputed for another call.
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        changing: Collection[str] = (),
+        held: Collection[int] = (),
+    ) -> None:
+        self.done = False
+        self.input: HeldInput
+        self.previous: DroppedCall | None = None
+        self._module, self._forward = module, forward
+        self._changing, self._held = changing, held
+        self._state: CallState | None = None
+        self._placeholders: list[Callable[[], Placeholder | None]] = []
+
+    # Forward -----------------------------------------------------------------
+
+    def hold_input(
+        self,
+        arguments: Any,
+        before: DroppedCall | None = None,
+        links: Mapping[int, int] | None = None,
+        on_device: Collection[int] | None = None,
+    ) -> None:
+        """Hold the arguments, but for those that the call before makes again.
+
+        Args:
+            arguments: of the first run.
+            before: the call before.
+            links, on_device: as for ``HeldInput``.
+        """
+        self.previous = before if links else None
+        self.input = HeldInput(arguments, tensors_in(arguments), links or {}, on_device=on_device)
+
+    def run_first(self, args: Any, kwargs: Any) -> Any:
+        """The first run: autograd gets placeholders in place of what it saves."""
+        self._state = CallState(self._module, device_of((args, kwargs)), draws_random=True, changing=self._changing)
+        return self._run_saving_placeholders(args, kwargs)
+
+    def _run_saving_placeholders(
+        self, args: Any, kwargs: Any, note: Callable[[Tensor, bool], None] | None = None
+    ) -> Any:
+        """Run forward; ``note`` is told of each saved tensor, and whether it is a parameter."""
+        parameters, placeholders, held = SavedParameters(), self._placeholders, self._held
+
+        def pack(tensor: Tensor) -> TensorStandIn:
+            is_parameter = is_parameter_like(tensor)
+            if note is not None:
+                note(tensor, is_parameter)
+            if is_parameter:
+                placeholders.append(_gone)  # It is there anyway. Its place in the order still counts.
+                return parameters.stand_in(tensor)
+            if held and len(placeholders) in held:
+                placeholders.append(_gone)
+                with torch._C._DisableTorchDispatch():
+                    return SavedTensor(tensor.detach())
+            placeholder = Placeholder(self)
+            placeholders.append(weakref.ref(placeholder))
+            return placeholder
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            output = self._forward(*args, **kwargs)
+        parameters.pass_on()
+        return output
+
+    # Backward ----------------------------------------------------------------
+
+    @property
+    def needed(self) -> bool:
+        """Whether backward will ask for anything that is not there yet."""
+        return not self.done and any(reference() is not None for reference in self._placeholders)
+
+    def recompute(self) -> None:
+        """Make what it saved again: backward asks for it."""
+        self.run_again("until_saved")
+
+    def run_again(self, mode: Mode, before: Recomputed | None = None) -> Recomputed | None:
+        """Recompute the call, and before it those that make its input, from the last one whose input is held.
+
+        Args:
+            mode: of this call's run.
+            before: what was recomputed directly before.
+
+        Returns:
+            What it returned; None where it was stopped once all was saved.
+
+        Raises:
+            RerunError: it does not do what it did in the first run, or what it needs is gone.
+        """
+        calls: list[DroppedCall] = [self]
+        while not calls[-1].input.is_whole and (before is None or before.call is not calls[-1].previous):
+            previous = calls[-1].previous
+            if previous is None or previous.done:
+                raise RerunError("expected stages to be used in backward in the reverse order of their forward")
+            calls.append(previous)
+        for call in reversed(calls[1:]):
+            before = call._run_on(before, "drop")
+        return self._run_on(before, mode)
+
+    def _run_on(self, before: Recomputed | None, mode: Mode) -> Recomputed | None:
+        inputs = self._inputs([] if before is None else before.tensors)
+        if before is not None:
+            before.tensors.clear()  # What else the call before returned goes now, as it does in a first forward.
+        args, kwargs = self.input.arguments(inputs)
+        saved, output = self._recomputed(mode, args, kwargs)
+        if mode == "drop" and self.holds_more:
+            self.input.hold(inputs)
+        if saved is not None:
+            self._fill(saved)
+        return None if mode == "until_saved" else Recomputed(self, tensors_in(output))
+
+    def _inputs(self, linked: Sequence[Tensor]) -> list[Tensor]:
+        """Every input tensor: held, or among what the call before returned."""
+        return self.input.tensors(linked)
+
+    def _recomputed(self, mode: Mode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
+        """What a recomputation saves (None where nothing is to be kept) and returns.
+
+        Raises:
+            RerunError: it is not what the first run saved.
+        """
+        saved, output = self._run_module(mode, args, kwargs, self._still_needed())
+        if saved is not None and len(saved) != len(self._placeholders):
+            raise RerunError(f"expected {len(self._placeholders)} saved tensors, got {len(saved)} in its second run")
+        return saved, output
+
+    def _run_module(self, mode: Mode, args: Any, kwargs: Any, saw: Saw) -> tuple[list[Tensor] | None, Any]:
+        assert self._state is not None
+        call = self._forward, self._state, in_new_containers(args), in_new_containers(kwargs)
+        if mode == "drop":
+            return None, rerun_dropping(*call)
+        if mode == "until_saved":
+            return rerun_until_saved(*call, len(self._placeholders), saw), None
+        return rerun_keeping(*call, saw)
+
+    def _still_needed(self) -> Saw:
+        """Tells of each tensor that is saved again, in order, whether its place in the graph is still there."""
+        references = iter(self._placeholders)
+        return lambda _: next(references, _gone)() is not None
+
+    def _fill(self, saved: Sequence[Any]) -> None:
+        """Put what was recomputed into the graph; nothing else of the call is needed then."""
+        for reference, tensor in zip(self._placeholders, saved, strict=True):
+            placeholder = reference()
+            if placeholder is not None:
+                placeholder.value = tensor
+        self.done = True
+        self.input.release()
+        self.previous = self._state = None
+
+
+def _gone() -> None:
+    """Stands for the weak reference to a placeholder that never was."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.runtime.kept_runs import CheckTurns
+from planner.runtime.plan_checks import CheckTurns
 from profiler.recomputation.saved_tensors import RerunError
 
 STAGES = 4

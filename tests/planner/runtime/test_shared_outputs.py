@@ -13,7 +13,7 @@ import planner
 from planner.explain.measured_step import view_step
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.plan import chain_in
-from planner.runtime.shared_outputs import SharedOutputs
+from planner.runtime.dropped_stage import SharedOutputs
 from planner.zoo import build
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.runtime.stage_input import BatchCopies
 from profiler.capture.call_program import BoundProgram, CallProgram
 from profiler.capture.captured_call import capture_call
 from profiler.capture.programs import StepOrder, order_of
+from profiler.recomputation.held_inputs import BatchCopies
 from profiler.recomputation.saved_tensors import RerunError
 
 

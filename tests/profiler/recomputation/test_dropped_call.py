@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from profiler.recomputation.dropped_call import DroppedCall
 
 
+def run_dropped(module: nn.Module, hidden: Tensor, held: tuple[int, ...] = ()) -> Tensor:
+    call = DroppedCall(module, module, held=held)
+    call.hold_input(((hidden,), {}), on_device=())
+    return call.run_first((hidden,), {})
+
+
 def gradients(module: nn.Module, x: Tensor, *, drop: bool) -> list[Tensor]:
     torch.manual_seed(0)
     x = x.clone().requires_grad_()
     hidden = x * 2
-    output = DroppedCall(module, (), ()).run(module, (hidden,), {}) if drop else module(hidden)
+    output = run_dropped(module, hidden) if drop else module(hidden)
     output.square().sum().backward()
     found = [x.grad, *(p.grad for p in module.parameters()), *(b.clone() for b in module.buffers())]
     for parameter in module.parameters():
@@ -46,7 +52,7 @@ def test_it_holds_no_input_that_the_call_does_not_save_and_nothing_of_its_own() 
     module, x = nn.Sequential(Saving(), Saving()), torch.randn(1000, requires_grad=True)
     hidden = x * 1
     storages = [weakref.ref(hidden.untyped_storage())]
-    output = DroppedCall(module, (), ()).run(module, (hidden,), {})
+    output = run_dropped(module, hidden)
     del hidden
     assert storages[0]() is None
     output.sum().backward()
@@ -57,7 +63,7 @@ def test_what_is_to_stay_is_held() -> None:
     made: list[weakref.ref[object]] = []
     module, x = Saving(), torch.randn(1000, requires_grad=True)
     for held, alive in (((), False), ((0,), True)):
-        output = DroppedCall(module, held, ()).run(module, (x * 1,), {})
+        output = run_dropped(module, x * 1, held)
         made.append(weakref.ref(output.untyped_storage()))
         loss = output.sum()
         del output
