@@ -14,8 +14,7 @@ import pandas as pd
 import planner
 from benchmarks.one_step import peak_bytes_of
 from benchmarks.reporting import RESULTS, result_name, write_result
-from planner.capacity.levers import Combination
-from planner.capacity.optimizer_variants import optimizer_named
+from planner.capacity.levers import Combination, optimizer_named
 from planner.capacity.workload_variants import WorkloadVariants
 from planner.plans.offload_request import Offload
 from planner.units import parse_bytes

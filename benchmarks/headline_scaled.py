@@ -13,8 +13,8 @@ from benchmarks.headline_models import bert_small
 from benchmarks.headline_rows import OFFLOAD_TIMES, Row
 from benchmarks.one_step import peak_bytes_of, seconds_of
 from planner.capacity.batch_limits import MODE_NAMES, TrainingMode
-from planner.capacity.predicted_limits import PredictedLimits
-from planner.capacity.size_profiles import scaling_over
+from planner.capacity.limit_search import PredictedLimits
+from planner.capacity.scaling import scaling_over
 from planner.units import format_bytes
 from profiler.workload.workload import Workload
 

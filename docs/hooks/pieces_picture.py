@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 import planner
 from benchmarks.pieces_models import gpt
-from planner.explain.figures import write_picture
+from planner.pictures import write_picture
 from planner.plans.solving import least_budget_bytes
 from profiler.state_bytes import states_bytes
 from profiler.workload.workload import Workload

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.capacity.available_levers import lever_options
 from planner.capacity.lever_search import SearchOutcome, search_levers
-from planner.capacity.levers import Combination, Lever
+from planner.capacity.levers import Combination, Lever, lever_options
 from planner.capacity.workload_variants import BATCH_KEY, Target, WorkloadVariants
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from

@@ -7,11 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from planner.capacity.batch_limits import MaxBatch, NoBatch, StateBytes
-from planner.capacity.measured_limits import LimitSearch
-from planner.capacity.predicted_limits import PredictedLimits
-from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
-from planner.capacity.size_profiles import PerSizeProfiles, scaling_over, with_size
-from planner.capacity.smallest_size import SearchStart, doubling_steps, search_start
+from planner.capacity.limit_search import LimitSearch, PredictedLimits, SearchStart, doubling_steps, search_start
+from planner.capacity.scaling import IncompatibleProfiles, PerSizeProfiles, ProfileScaling, scaling_over, with_size
 from planner.capacity.step_trial import Build, release
 from planner.distributed.collective import profile
 from planner.distributed.ranks import together

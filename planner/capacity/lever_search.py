@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.capacity.available_levers import LeverOptions, micro_batch_lever, precision_levers, recipe_levers
-from planner.capacity.levers import Combination, Lever, rank
-from planner.capacity.optimizer_variants import with_optimizer
-from planner.capacity.variant_costs import (
-    CostedCombination,
-    StepVariant,
-    costed_recipes,
-    too_slow,
-    with_better_plan,
-    with_seconds,
+from planner.capacity.levers import (
+    RECIPES,
+    Combination,
+    CostBasis,
+    Exactness,
+    Lever,
+    LeverOptions,
+    Recipe,
+    micro_batch_lever,
+    precision_levers,
+    rank,
+    recipe_levers,
+    with_optimizer,
+    worst,
 )
+from planner.plans.offload_request import Offload
+from planner.plans.plan import Plan
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import SEARCH_SECONDS, least_budget_bytes, quick_plan, solve
 from profiler.records import Profile
 from profiler.state_bytes import states_bytes
 from profiler.workload.steps import ProfileError
@@ -155,3 +163,193 @@ def _notes(options: LeverOptions, combinations: Sequence[Combination]) -> Iterat
         yield "micro-batches: BatchNorm, or another module with buffers, sees parts of the batch, so results differ"
     elif any(stage.draws_random for stage in options.profile.stages):
         yield "micro-batches: dropout draws other masks than for the whole batch"
+
+
+_NO_OFFLOAD = Offload(mode="never")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepVariant:
+    """A training step without a plan: the levers that change what is profiled, and the profile of one micro-batch.
+
+    Attributes:
+        precision, optimizer: as of a ``Combination``.
+        micro_batches: parts of the batch before one optimizer's step.
+        profile: of one of them.
+    """
+
+    precision: str
+    micro_batches: int
+    optimizer: str
+    profile: Profile
+
+    @property
+    def seconds(self) -> float:
+        """Of an effective batch without a plan."""
+        return self.batch_seconds(self.profile.unplanned_seconds)
+
+    def batch_seconds(self, step_seconds: float) -> float:
+        """Of an effective batch: a step's forward and backward for each micro-batch, and one optimizer's step."""
+        optimizer_seconds = self.profile.optimizer.seconds
+        return self.micro_batches * max(0.0, step_seconds - optimizer_seconds) + optimizer_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostedCombination:
+    """A combination with its predicted costs, and the variant that it was worked out from."""
+
+    combination: Combination
+    variant: StepVariant
+
+
+def costed_recipes(
+    options: LeverOptions, variant: StepVariant, known: Sequence[Combination]
+) -> Iterator[CostedCombination]:
+    """A variant without a plan and, where that does not fit, with those plans that may be the fastest.
+
+    Args:
+        options: what there is to choose from.
+        variant: of the step.
+        known: what was worked out before; a variant that is slower without a plan than what fits there has no plan.
+    """
+    unplanned = _without_plan(options, variant)
+    yield unplanned
+    unchanged = not (variant.precision or variant.optimizer) and variant.micro_batches == 1
+    if unplanned.combination.fits:
+        return
+    if not unchanged and too_slow(known, variant.seconds, unplanned.combination.result):
+        return
+    if unchanged:
+        yield from _in_pieces(options, variant)
+    least_bytes = least_budget_bytes(variant.profile)
+    if least_bytes > options.budget_bytes and options.can_recompute:
+        yield _unsolved(options, variant, "recompute", least_bytes)
+    if variant.profile.optimizer.peak_bytes > options.budget_bytes:
+        return  # No plan changes the optimizer's step.
+    for recipe in _recipes(options, unchanged):
+        if recipe != "recompute" or least_bytes <= options.budget_bytes:
+            yield _solved(options, variant, recipe)
+
+
+def _in_pieces(options: LeverOptions, variant: StepVariant) -> Iterator[CostedCombination]:
+    """The best of the step with its head, and with modules, in pieces; nothing where none of it can run so."""
+    made = list[CostedCombination]()
+    for profile in options.variants.in_pieces:
+        kept = profile.unplanned_peak_bytes <= options.budget_bytes or not options.can_recompute
+        recipe: Recipe = "in pieces" if kept else "in pieces and recompute"
+        made.append(_solved(options, replace(variant, profile=profile), recipe))
+    yield from sorted(made, key=lambda each: rank(each.combination))[:1]
+
+
+def too_slow(known: Sequence[Combination], seconds: float, result: Exactness) -> bool:
+    """Whether what takes at least so long cannot be the fastest of its kind."""
+    rivals = [each.seconds for each in known if each.fits and (result == "other" or each.keeps_result)]
+    return any(rival is not None and rival <= seconds for rival in rivals)
+
+
+def _recipes(options: LeverOptions, unchanged: bool) -> list[Recipe]:
+    if not options.can_recompute:
+        return ["offload"] if unchanged and not options.no_offload else []
+    if options.no_offload:
+        return ["recompute"]
+    return ["recompute", "offload", "recompute and offload"] if unchanged else ["recompute", "recompute and offload"]
+
+
+def _without_plan(options: LeverOptions, variant: StepVariant) -> CostedCombination:
+    key = (variant.precision, variant.micro_batches)
+    computed = bool(variant.optimizer) or key in options.variants.extrapolated or variant.profile.frugal
+    return _costed(
+        options,
+        variant,
+        "none",
+        peak_bytes=variant.profile.unplanned_peak_bytes,
+        seconds=variant.seconds,
+        peak_basis="computed" if computed else "measured",
+        seconds_basis="computed" if computed or variant.micro_batches > 1 else "measured",
+    )
+
+
+def _solved(options: LeverOptions, variant: StepVariant, recipe: Recipe) -> CostedCombination:
+    options.variants.report(f"solve: {recipe}")
+    try:
+        plan = quick_plan(variant.profile, options.budget_bytes, _offload_for(options, recipe))
+    except Infeasible as refusal:
+        return _unsolved(options, variant, recipe, refusal.minimum_budget_bytes)
+    return _costed(
+        options,
+        variant,
+        recipe,
+        peak_bytes=plan.predicted_peak_bytes,
+        seconds=variant.batch_seconds(plan.predicted_seconds),
+        plan=plan,
+    )
+
+
+def _unsolved(options: LeverOptions, variant: StepVariant, recipe: Recipe, least_bytes: int) -> CostedCombination:
+    """What does not fit: the least bytes that are known, in a time that was not worked out."""
+    return _costed(options, variant, recipe, peak_bytes=least_bytes, seconds=None)
+
+
+def _costed(
+    options: LeverOptions,
+    variant: StepVariant,
+    recipe: Recipe,
+    *,
+    peak_bytes: int,
+    seconds: float | None,
+    peak_basis: CostBasis = "solved",
+    seconds_basis: CostBasis = "solved",
+    plan: Plan | None = None,
+) -> CostedCombination:
+    results: list[Exactness] = ["other"] if variant.precision or variant.optimizer else []
+    if variant.micro_batches > 1:
+        results.append(options.micro_batch_result)
+    if "in pieces" in RECIPES[recipe]:
+        results.append("rounding")
+    combination = Combination(
+        precision=variant.precision,
+        optimizer=variant.optimizer,
+        micro_batches=variant.micro_batches,
+        recipe=recipe,
+        budget_bytes=options.budget_bytes,
+        peak_bytes=peak_bytes,
+        seconds=seconds,
+        peak_basis=peak_basis,
+        seconds_basis=seconds_basis,
+        result=worst(results),
+        plan=plan,
+    )
+    return CostedCombination(combination=combination, variant=variant)
+
+
+def with_better_plan(options: LeverOptions, costed: CostedCombination) -> CostedCombination:
+    """With the plan that all methods together find, where that is faster."""
+    chosen = costed.combination
+    if chosen.plan is None:
+        return costed
+    offload = _offload_for(options, chosen.recipe)
+    profile = costed.variant.profile
+    plan = solve(profile, options.budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
+    faster = costed.variant.batch_seconds(plan.predicted_seconds) < (chosen.seconds or 0.0)
+    return _with_plan(costed, plan) if faster else costed
+
+
+def with_seconds(options: LeverOptions, costed: CostedCombination) -> CostedCombination:
+    """With the seconds that the smallest peak costs, where they were not worked out."""
+    combination = costed.combination
+    if combination.seconds is not None:
+        return costed
+    offload = _offload_for(options, combination.recipe)
+    return _with_plan(costed, quick_plan(costed.variant.profile, combination.peak_bytes, offload))
+
+
+def _with_plan(costed: CostedCombination, plan: Plan) -> CostedCombination:
+    seconds = costed.variant.batch_seconds(plan.predicted_seconds)
+    combination = replace(costed.combination, peak_bytes=plan.predicted_peak_bytes, seconds=seconds, plan=plan)
+    return replace(costed, combination=combination)
+
+
+def _offload_for(options: LeverOptions, recipe: Recipe) -> Offload:
+    if "offload" not in RECIPES[recipe]:
+        return _NO_OFFLOAD
+    return replace(options.offload, mode="only" if recipe == "offload" else "auto")

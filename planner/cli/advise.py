@@ -85,7 +85,7 @@ def advise_command(
         raise ValueError("--budget: expected the most bytes alive at once, got none; write for example --budget 8GiB")
     from planner.capacity.advice import advise
     from planner.capacity.workload_variants import BATCH_KEY
-    from planner.explain.figures import check_picture
+    from planner.pictures import check_picture
 
     if output is not None:
         check_picture(output)
@@ -110,8 +110,7 @@ def _advise_rank(
         raise ValueError(f"--world-size, --shard: expected both or neither, got {got} alone; add {missing}")
     if output is not None:
         raise ValueError(f"-o: expected no picture of simulated ranks, got {str(output)!r}; leave it out")
-    from planner.capacity.rank_advice import advise_rank
-    from planner.capacity.rank_advice_report import rank_document_of, rank_report_of
+    from planner.capacity.rank_advice import advise_rank, rank_document_of, rank_report_of
 
     with working() as progress:
         advice = advise_rank(
@@ -133,7 +132,7 @@ def _tell(advice: Advice, output: Path | None, report: Path | None, target: Targ
     from planner.report.command_results import section_of_advice
 
     if output is not None:
-        from planner.capacity.advice_plot import draw_advice
+        from planner.capacity.advice_report import draw_advice
 
         draw_advice(advice, output)
     if as_json:

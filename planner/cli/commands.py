@@ -122,7 +122,7 @@ def pareto_command(
     from planner.cli import documents
     from planner.cli.comparison_tables import frontier_report
     from planner.cli.problem_solving import search_seconds, title_of
-    from planner.explain.figures import check_picture
+    from planner.pictures import check_picture
     from planner.plans import problem_files
     from planner.plans.pareto_curves import pareto
     from profiler.json_files import write_whole

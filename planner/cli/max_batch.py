@@ -64,7 +64,7 @@ def max_batch_command(
     from planner.capacity.batch_limits import NoBatch
     from planner.capacity.batch_report import batch_document, limits_report, no_batch_document
     from planner.capacity.batch_search import max_batch
-    from planner.explain.figures import check_picture
+    from planner.pictures import check_picture
     from planner.plans.offload_request import Offload
     from planner.report.command_results import section_of_limits
     from planner.targets import parse_settings
@@ -101,7 +101,7 @@ def max_batch_command(
     if output is not None and plan is not None and is_first():
         replace(plan, target=given).save(output)
     if plot is not None and is_first():
-        from planner.capacity.batch_plot import draw_limits
+        from planner.capacity.batch_report import draw_limits
 
         draw_limits(limits, plot)
     if as_json:

@@ -11,7 +11,7 @@ from planner.cli.shell import check_folder, given_command, is_first, note, say_w
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan
-    from planner.report.results import ResultSection
+    from planner.report.command_results import ResultSection
     from profiler.target_record import TargetRecord
 
 

@@ -22,11 +22,10 @@ from planner.cli.report import check_report
 from planner.cli.several_ranks import workload_of
 from planner.cli.shell import check_folder, note, say_written, show, show_json, working
 from planner.cli.solution_summary import summary_from, summary_of_plan
-from planner.explain.figures import check_picture
-from planner.explain.op_decision_table import plan_ops_report
-from planner.explain.peak import Peak, predicted_peak
-from planner.explain.peak_report import alive_report, peak_rows, peak_table
+from planner.explain.op_decisions import plan_ops_report
+from planner.explain.peak import Peak, alive_report, peak_rows, peak_table, predicted_peak
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of, timeline_table
+from planner.pictures import check_picture
 from planner.plans.plan import Plan, chain_in
 from planner.plans.plan_claims import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION
 from planner.units import exact_bytes, format_seconds

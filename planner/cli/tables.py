@@ -10,8 +10,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from planner.cli.solution_summary import SolutionSummary, StageSummary
-from planner.explain.stage_rows import note_on_rows, path_of, rows_of_stages
-from planner.explain.tables import PlainTable, facts, losses_in_short, plain_table
+from planner.explain.tables import (
+    PlainTable,
+    facts,
+    losses_in_short,
+    note_on_rows,
+    path_of,
+    plain_table,
+    rows_of_stages,
+)
 from planner.plans.left_out import blocks_in_words
 from planner.plans.plan import pieces_in_words
 from planner.plans.short_names import names_in_short

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from planner.explain.figures import AxisUnits, check_picture, units_up_to, write_picture
+from planner.pictures import AxisUnits, check_picture, new_figure, units_up_to, write_picture
 from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 class _CurveStyle(NamedTuple):
@@ -76,8 +77,7 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
     unplanned, bound = curves.pop("none", None), curves.pop("lower_bound", None)
     if not curves:
         raise ValueError("a Pareto plot: expected at least one plan in the table, got none; name more solvers")
-    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 6, dpi=150)
     axes = figure.add_subplot()
     _set_limits(axes, curves, unplanned, bound)
     _draw_infeasible(axes, curves, bound)

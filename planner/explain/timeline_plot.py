@@ -7,20 +7,19 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
-from planner.explain.figures import AxisUnits, check_picture, units_up_to, write_picture
-from planner.explain.peak import Peak
-from planner.explain.peak_report import PeakRow, moment_in_words
+from planner.explain.peak import Peak, PeakRow, moment_in_words
 from planner.explain.timeline import PhaseName, Span, Timeline, aligned
+from planner.pictures import AxisUnits, check_picture, new_figure, units_up_to, write_picture
 from planner.plans.short_names import common_path, names_in_short
 from planner.units import format_bytes
 from profiler.op_graph import kind_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 TOP_PARTS = 5
 _TEXT_WIDTH = 40  # characters of the column beside the curves
@@ -79,8 +78,7 @@ def timeline_figure(
     """The figure that ``draw_timeline`` writes."""
     timelines = _side_by_side(timelines)
     units = _units(timelines, budget_bytes)
-    figure = Figure(figsize=(12, 7.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 7.5, dpi=150)
     copying = [timeline for timeline in timelines if timeline.copies]
     grid = figure.add_gridspec(3, 2, width_ratios=(3.3, 1), height_ratios=(1, 1, 0.4 if copying else 1e-3))
     above = figure.add_subplot(grid[0, 0])
@@ -288,6 +286,8 @@ def _wrapped(text: str, first: str = "", others: str = "") -> list[str]:
 
 def _add_legend(figure: Figure, all_axes: Sequence[Axes], timelines: Sequence[Timeline]) -> None:
     """One for all axes; beside them it hides no curve."""
+    from matplotlib.patches import Patch
+
     entries: dict[str, Any] = {}
     for axes in all_axes:
         handles, labels = axes.get_legend_handles_labels()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.notebook_view import AliveDuring, html_table
+from planner.pictures import AliveDuring, html_table
 from planner.plans.offload_request import link_document, link_from
 from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.notebook_view import AliveDuring, SvgPicture, small_timeline
+from planner.pictures import AliveDuring, SvgPicture, small_timeline
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import write_document
 from profiler.target_record import TargetRecord

@@ -8,11 +8,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from planner.explain.figures import AxisUnits, units_up_to
-from planner.explain.peak_report import stage_in_words
+from planner.explain.peak import stage_in_words
 from planner.explain.timeline import Span, Timeline
+from planner.pictures import AxisUnits, units_up_to
+from planner.report.command_results import BarChart
 from planner.report.plan_report import ExplainedStep, MeasuredRun, PeakTable, PlanReport
-from planner.report.results import BarChart
 from planner.units import format_bytes, format_seconds
 
 # Colours after Okabe and Ito: told apart with colour-blind eyes too, and on white and black paper.

@@ -1,14 +1,14 @@
-"""What compare, max-batch, advise and train find out, as sections of a report."""
+"""Results of commands (compare, max-batch, advise, train) as sections of a report: sentences, tables and bars."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from planner.capacity.batch_limits import MODE_NAMES
 from planner.explain.memory_breakdown import GROUPS, MemoryBreakdown
 from planner.report.plan_report import MeasuredRun
-from planner.report.results import BarChart, ResultSection, ResultTable
 from planner.units import exact_bytes, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -17,6 +17,45 @@ if TYPE_CHECKING:
     from planner.capacity.levers import Combination
     from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import TrainingRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultTable:
+    """Rows of text; ``numbers`` of the last columns are aligned right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarChart:
+    """Bytes of several series for each name, beside a budget; None where there are none."""
+
+    names: tuple[str, ...]
+    series: tuple[tuple[str, tuple[int | None, ...]], ...]
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultSection:
+    """What a command found out.
+
+    Attributes:
+        title: of the section.
+        sentence: the answer.
+        facts: names and what is said of each.
+        tables: in their order.
+        chart: above them.
+    """
+
+    title: str
+    sentence: str
+    facts: tuple[tuple[str, str], ...] = ()
+    tables: tuple[ResultTable, ...] = ()
+    chart: BarChart | None = None
+
 
 COMBINATIONS_SHOWN = 40
 _NOTHING = "-"

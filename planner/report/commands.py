@@ -1,11 +1,15 @@
-"""The commands that make a plan again, and others like it."""
+"""The commands that make a plan again, and what else would help it, each with its command."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from planner.plans.left_out import obstacle_in_words, remedy_in_words
 from planner.plans.plan import Plan
+from planner.units import format_bytes, format_seconds
 from profiler.records import is_of_whole_model
 
 
@@ -57,3 +61,87 @@ def _link(plan: Plan) -> str:
     if link.to_host_bytes_per_second != link.to_device_bytes_per_second:
         return host
     return f" --link-gbps {link.to_host_bytes_per_second / 1e9:g}{host}"
+
+
+SHARES = (0.9, 0.75, 0.5)  # of the plan's budget
+_LITTLE = 1.01  # times the unplanned step: no slowdown to speak of
+_NOTABLE_SHARE = 0.25  # of the budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverRow:
+    """Something to change, what it gives, and the command that does it; empty where there is none."""
+
+    change: str
+    effect: str
+    command: str = ""
+
+
+def lever_rows(plan: Plan, curve: Sequence[Plan], plan_file: str | Path) -> tuple[LeverRow, ...]:
+    """The levers of a plan in a file; ``curve`` has the plans at other budgets, by rising peak."""
+    return (*_budgets(plan, curve, plan_file), *_offload(plan), *_states(plan), *_blocks(plan), *_whole(plan))
+
+
+def _budgets(plan: Plan, curve: Sequence[Plan], plan_file: str | Path) -> Iterator[LeverRow]:
+    if not curve:
+        return
+
+    def at(point: Plan, change: str, budget_bytes: int | None = None) -> LeverRow:
+        return LeverRow(
+            change=change,
+            effect=f"{format_seconds(point.predicted_seconds)} a step, {point.slowdown:.2f} times the unplanned step",
+            command=solve_command(plan, budget_bytes or point.predicted_peak_bytes, plan_file),
+        )
+
+    free = next((each for each in curve if each.slowdown <= _LITTLE), None)
+    if free is not None and plan.slowdown > _LITTLE:
+        yield at(free, f"A budget of {format_bytes(free.predicted_peak_bytes)}")
+    for share in SHARES:
+        budget_bytes = int(share * plan.budget_bytes)
+        within = [each for each in curve if each.predicted_peak_bytes <= budget_bytes]
+        if within:
+            yield at(within[-1], f"{share:.0%} of this budget, {format_bytes(budget_bytes)}", budget_bytes)
+    smallest = curve[0]
+    if smallest.predicted_peak_bytes < plan.predicted_peak_bytes:
+        yield at(smallest, f"The smallest budget found, {format_bytes(smallest.predicted_peak_bytes)}")
+
+
+def _offload(plan: Plan) -> Iterator[LeverRow]:
+    if plan.link is not None or plan.slowdown <= _LITTLE:
+        return
+    why = plan.no_offload or "no link to host memory is in this plan"
+    yield LeverRow(
+        change="Offload to host memory",
+        effect=f"not weighed here: {why}. Over a link of known speed tensors may wait there instead",
+        command=f"planner solve profile.json --budget {plan.budget_bytes} --link-gbps 12 -o plan.json",
+    )
+
+
+def _states(plan: Plan) -> Iterator[LeverRow]:
+    share = plan.resident_bytes / plan.budget_bytes
+    if share >= _NOTABLE_SHARE:
+        yield LeverRow(
+            change="Another optimizer, precision or micro-batches",
+            effect=f"{format_bytes(plan.resident_bytes)} ({share:.0%} of the budget) are there all the time: "
+            "parameters, optimizer states, batch. No plan changes that; advise compares what does",
+            command=f"planner advise {target_of(plan)} --budget {plan.budget_bytes}",
+        )
+    yield LeverRow(
+        change="A larger batch",
+        effect="how large it may get within the budget, without a plan and with one",
+        command=f"planner max-batch {target_of(plan)} --budget {plan.budget_bytes}",
+    )
+
+
+def _blocks(plan: Plan) -> Iterator[LeverRow]:
+    if plan.left_out:
+        yield LeverRow(change=remedy_in_words(plan.left_out) or "Blocks", effect=obstacle_in_words(plan.left_out))
+
+
+def _whole(plan: Plan) -> Iterator[LeverRow]:
+    if plan.slowdown > _LITTLE and not is_of_whole_model(plan.stages):
+        yield LeverRow(
+            change="The whole model as one stage",
+            effect="chooses among all ops of the step at once, where the model can be captured as one graph",
+            command=f"planner profile {target_of(plan)} --stages whole -o whole.profile.json",
+        )

@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.explain.peak_report import stage_in_words
+from planner.explain.peak import stage_in_words
 from planner.plans.plan import Plan
+from planner.report.command_results import ResultSection
 from planner.report.commands import commands_of, solve_command
 from planner.report.plan_report import CurvePoint, MeasuredRun, PlanReport, report_of_plan
-from planner.report.results import ResultSection
 from planner.units import format_bytes, format_seconds, shown_units
 from profiler.json_files import write_whole
 

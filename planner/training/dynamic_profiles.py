@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.capacity.size_profiles import same_programs
+from planner.capacity.scaling import same_programs
 from planner.plans.profiling import profile
 from planner.runtime.applier import split_name
 from planner.training.input_signatures import ReadsSignatures, Signature

@@ -15,12 +15,9 @@ import planner.capacity.workload_variants
 from benchmarks.advise import measured
 from planner import zoo
 from planner.capacity.advice import _notes
-from planner.capacity.advice_plot import advice_figure, draw_advice
-from planner.capacity.advice_report import document_of, foremost, report_of, shortened
-from planner.capacity.available_levers import lever_options, result_of_micro_batches
-from planner.capacity.lever_search import SearchOutcome, enough, least_states_bytes
-from planner.capacity.levers import Combination, rank, worst
-from planner.capacity.variant_costs import StepVariant, too_slow
+from planner.capacity.advice_report import advice_figure, document_of, draw_advice, foremost, report_of, shortened
+from planner.capacity.lever_search import SearchOutcome, StepVariant, enough, least_states_bytes, too_slow
+from planner.capacity.levers import Combination, lever_options, rank, result_of_micro_batches, worst
 from planner.capacity.workload_variants import MicroBatchLoss, WorkloadVariants
 from planner.cli.shell import show
 from planner.plans.offload_request import Offload
@@ -223,7 +220,7 @@ def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
         return replace(quick_plan(profile, budget_bytes, Offload(mode="never")), predicted_seconds=0.0)
 
     monkeypatch.setattr(planner.capacity.workload_variants, "profile", timed)
-    monkeypatch.setattr("planner.capacity.variant_costs.solve", ideal)
+    monkeypatch.setattr("planner.capacity.lever_search.solve", ideal)
     advice = planner.advise(build(batch=512), "55%", offload="never", menus=False)
     assert advice.exact is not None and advice.exact.plan is not None
     assert advice.exact.plan.predicted_seconds == 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import planner
-import planner.capacity.size_profiles
+import planner.capacity.scaling
 from planner import zoo
 from planner.capacity.batch_search import max_batch
 from planner.capacity.step_trial import has_room, measured_states_bytes
@@ -96,7 +96,7 @@ def test_no_step_is_run_where_the_device_has_no_room(budget, monkeypatch):
 
     room = unplanned_peak(LIMIT) + 300_000
     monkeypatch.setattr("planner.capacity.step_trial.room_bytes", lambda device: room)
-    monkeypatch.setattr("planner.capacity.measured_limits.room_bytes", lambda device: room)
+    monkeypatch.setattr("planner.capacity.limit_search.room_bytes", lambda device: room)
     most = room - measured_states_bytes(build(STEP))
     found = search(watched, 10 * most)
     assert not found.none.confirmed and not found.none.next_fails
@@ -227,7 +227,7 @@ def test_a_target_that_takes_no_double_of_the_step_is_told_of_the_step():
 @pytest.mark.slow
 def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
     """Unplanned steps of more than two samples run out of memory, which also ends the profile at them."""
-    real = planner.capacity.size_profiles.profile
+    real = planner.capacity.scaling.profile
     profiled = []
 
     def tight(workload, **options):
@@ -237,7 +237,7 @@ def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
             raise planner.ProfileError("no room") from torch.OutOfMemoryError("CUDA out of memory.")
         return real(workload, **options)
 
-    monkeypatch.setattr("planner.capacity.size_profiles.profile", tight)
+    monkeypatch.setattr("planner.capacity.scaling.profile", tight)
     found = search(build, unplanned_peak(STEP) + 1000)
     assert found.none.size == STEP and found.profiled == (STEP, 2 * STEP)
     assert profiled == [4, 3, 2]

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from planner import Offload, zoo
-from planner.capacity.measured_limits import LimitSearch
-from planner.capacity.predicted_limits import PredictedLimits
-from planner.capacity.size_profiles import scaling_over
-from planner.capacity.smallest_size import SearchStart
+from planner.capacity.limit_search import LimitSearch, PredictedLimits, SearchStart
+from planner.capacity.scaling import scaling_over
 from planner.capacity.step_trial import Trial
 from planner.plans.cost_model import chain_of
 from solvers.chain.minimum_memory import shortage
@@ -43,7 +41,7 @@ def search(scaling, monkeypatch, peak, seconds=lambda size: 1.0, step=STEP) -> A
         expected = predicted.plan_at("none", size)[1] if plan is None else plan.predicted_peak_bytes
         return Trial(size=size, peak_bytes=peak(plan, expected), seconds=seconds(size), plan=plan)
 
-    monkeypatch.setattr("planner.capacity.measured_limits.run_trial", train)
+    monkeypatch.setattr("planner.capacity.limit_search.run_trial", train)
     start = SearchStart(smallest=step, step=step, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "batch", start, predicted, lambda what: None).run(())
 

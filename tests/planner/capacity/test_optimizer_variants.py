@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner.capacity.optimizer_variants import optimizer_named, replacements_for, with_optimizer
+from planner.capacity.levers import optimizer_named, replacements_for, with_optimizer
 from planner.plans.cost_model import chain_of
 from profiler.measurement.model_states import OptimizerCost, measure_optimizer
 from profiler.records import Phase

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 import planner
-from planner.capacity.rank_advice import RankAdvice, advise_rank
-from planner.capacity.rank_advice_report import rank_report_of
+from planner.capacity.rank_advice import RankAdvice, advise_rank, rank_report_of
 from planner.cli.shell import show
 from tests.support.command_line import refused, run
 

@@ -9,8 +9,7 @@ import torch
 
 import planner
 from planner import zoo
-from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling, seconds_at, whole_at
-from planner.capacity.size_profiles import scaling_over
+from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling, scaling_over, seconds_at, whole_at
 from planner.plans.cost_model import chain_of
 from solvers import replay
 from solvers.chain.baselines import keep_all

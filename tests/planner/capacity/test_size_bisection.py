@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from planner.capacity.size_bisection import MOST_STEPS, BisectionResult, bisect_size, largest_fitting
+from planner.capacity.limit_search import MOST_STEPS, BisectionResult, bisect_size, largest_fitting
 
 
 @pytest.mark.parametrize("step", [1, 3, 16])

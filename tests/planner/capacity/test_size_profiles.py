@@ -9,12 +9,9 @@ import pytest
 import torch
 
 import planner
-from planner.capacity import size_profiles
-from planner.capacity.measured_limits import LimitSearch
-from planner.capacity.predicted_limits import PredictedLimits
-from planner.capacity.scaling import ProfileScaling
-from planner.capacity.size_profiles import NoProfile, PerSizeProfiles
-from planner.capacity.smallest_size import SearchStart
+from planner.capacity import scaling
+from planner.capacity.limit_search import LimitSearch, PredictedLimits, SearchStart
+from planner.capacity.scaling import NoProfile, PerSizeProfiles, ProfileScaling
 from planner.capacity.step_trial import Trial
 from profiler.step_graph import runs_once
 
@@ -45,7 +42,7 @@ def search(profiles, monkeypatch) -> Any:
     def train(build, size, plan, *, repeats):
         return Trial(size=size, peak_bytes=predicted.plan_at("none", size)[1], seconds=float(size), plan=plan)
 
-    monkeypatch.setattr("planner.capacity.measured_limits.run_trial", train)
+    monkeypatch.setattr("planner.capacity.limit_search.run_trial", train)
     start = SearchStart(smallest=1, step=1, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "layers", start, predicted, lambda what: None).run(())
 
@@ -57,7 +54,7 @@ def test_a_size_is_profiled_once(profiles):
 
 @pytest.mark.slow
 def test_the_largest_size_within_the_most_profiles_is_the_limit(profiles, monkeypatch):
-    monkeypatch.setattr(size_profiles, "MOST_PROFILES", 4)
+    monkeypatch.setattr(scaling, "MOST_PROFILES", 4)
     found = search(profiles, monkeypatch)  # 1 and 2 are known; doubling asks for 1, 3, 7 and 15
     assert found.profiled == (1, 2, 3, 7)
     for limit in (found.none, found.recompute):
@@ -78,7 +75,7 @@ def test_running_out_of_memory_is_told_from_a_refusal(profiles, monkeypatch):
     def full(*args, **options):
         raise planner.ProfileError("the step fails") from torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(size_profiles, "profile", full)
+    monkeypatch.setattr(scaling, "profile", full)
     with pytest.raises(NoProfile, match="no room"):
         profiles.at(5)
 
@@ -93,7 +90,7 @@ def test_a_size_is_profiled_where_there_is_room_for_its_peak_and_a_copy_of_what_
     three = ProfileScaling(sizes=(1, 2, 3), profiles=tuple(replace(p, unplanned_peak_bytes=peak) for p, peak in peaks))
     room = 8000 + last.resident.total - missing_bytes
     monkeypatch.setattr("planner.capacity.step_trial.room_bytes", lambda device: room)
-    monkeypatch.setattr(size_profiles, "profile", lambda workload, **options: last)
+    monkeypatch.setattr(scaling, "profile", lambda workload, **options: last)
     profiles = PerSizeProfiles(build, three, menus=False, progress=lambda size: lambda what, done, total: None, why="")
     if missing_bytes:
         with pytest.raises(NoProfile, match="no room"):
@@ -119,8 +116,8 @@ def test_a_size_that_was_refused_is_not_tried_again(known):
 
 
 def test_a_size_has_the_programs_of_another_one_for_stages_of_the_same_ops(blocks):
-    same = size_profiles.same_programs(blocks)
-    assert same is not None and size_profiles.same_programs(blocks.stage_level()) is None
+    same = scaling.same_programs(blocks)
+    assert same is not None and scaling.same_programs(blocks.stage_level()) is None
     captured = [menu for menu in blocks.menus if menu.graph is not None]
     wanted = {option.runs for menu in captured for option in menu.options}
     assert captured and {runs for menu in captured for runs in same(menu.graph)} == wanted

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner.explain import peak_report, timeline
+from planner.explain import peak, timeline
 from planner.units import format_bytes
 from profiler.json_files import write_document
 from tests.support.command_line import SMALL, done, refused
@@ -84,7 +84,7 @@ def test_the_predicted_timeline_is_drawn_from_the_plan_alone(files, plan, tmp_pa
     }  # fmt: skip
     phases = [row["phase"] for row in rows if row["series"] == "predicted_planned"]
     assert list(dict.fromkeys(phases)) == ["forward", "backward", "optimizer"]
-    assert tuple(rows_of(outputs["p.csv"])[0]) == peak_report.COLUMNS
+    assert tuple(rows_of(outputs["p.csv"])[0]) == peak.COLUMNS
     assert sums_of(outputs["p.csv"]) == {"predicted": plan.predicted_peak_bytes}
 
 

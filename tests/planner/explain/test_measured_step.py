@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.explain.measured_step import MeasuredStep, Places, view_step
-from planner.explain.peak_report import peak_rows
+from planner.explain.peak import peak_rows
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.plan import chain_in
 from profiler.measurement.meter import Mark, Place

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.explain.op_decision_table import plan_ops_report
 from planner.explain.op_decisions import (
+    StageGroup,
     always_live_tensors,
     decisions_of_ops,
     grouped_decisions,
+    groups_of_stages,
     makers,
+    plan_ops_report,
     storages_kept_by,
 )
-from planner.explain.stage_groups import StageGroup, groups_of_stages
 from planner.plans.plan import StageDecision
 from planner.plans.short_names import common_path, names_in_short
 from profiler.op_graph import StageOp, StageOps, StageStorage

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.explain.peak import Peak, predicted_moments, predicted_peak
-from planner.explain.peak_report import COLUMNS, peak_rows, peak_table
+from planner.explain.peak import COLUMNS, Peak, peak_rows, peak_table, predicted_moments, predicted_peak
 from planner.explain.timeline import predicted_timelines
 from planner.plans.plan import Plan, chain_in
 from solvers import Chain, Problem, Schedule, solve_chain

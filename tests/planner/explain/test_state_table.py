@@ -14,8 +14,19 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.cli.commands import app
-from planner.explain.optimizer_formulas import Weight, cast_bytes, state_bytes_by_name, state_bytes_of
-from planner.explain.state_table import CASTS, GRADIENTS, OTHERS, PARAMETERS, TEMPORARIES, ModelStates, model_states
+from planner.explain.state_table import (
+    CASTS,
+    GRADIENTS,
+    OTHERS,
+    PARAMETERS,
+    TEMPORARIES,
+    ModelStates,
+    Weight,
+    cast_bytes,
+    model_states,
+    state_bytes_by_name,
+    state_bytes_of,
+)
 from profiler.measurement.model_states import measure_states
 from tests.support.master_weights import with_masters
 

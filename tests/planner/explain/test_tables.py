@@ -7,8 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from planner.explain.stage_rows import rows_of_stages
-from planner.explain.tables import PlainTable, facts, plain_table
+from planner.explain.tables import PlainTable, facts, plain_table, rows_of_stages
 from profiler.records import Phase, StageRecord
 
 NAMES = ("between encoder.stages.0 and encoder.stages.1", "encoder.stages.2.layers.1 to 4, 11", "embedder")

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.lines import Line2D
 
-from planner.explain.peak import predicted_peak
-from planner.explain.peak_report import peak_rows
+from planner.explain.peak import peak_rows, predicted_peak
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.explain.timeline_plot import ExplainedPeak, draw_timeline, timeline_figure
 from tests.support.small_chain import DROPPED, two_stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.explain.peak_report import PeakRow
+from planner.explain.peak import PeakRow
 from planner.report.charts import peaks_figure
 from planner.report.plan_report import PeakTable
 

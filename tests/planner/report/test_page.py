@@ -14,10 +14,10 @@ import pytest
 
 import planner
 from planner.report import charts
+from planner.report.command_results import BarChart, ResultSection, ResultTable
 from planner.report.commands import commands_of, solve_command
 from planner.report.page import Page, page_html, write_report
 from planner.report.plan_report import report_of_plan
-from planner.report.results import BarChart, ResultSection, ResultTable
 from solvers import Link
 from tests.support.command_line import SMALL, done, refused
 

@@ -9,8 +9,7 @@ import pytest
 import planner
 from planner.explain.peak import Peak, PeakPart
 from planner.explain.timeline import Timeline
-from planner.report.decisions import op_tables
-from planner.report.plan_report import MeasuredRun, history_of, report_of_plan
+from planner.report.plan_report import MeasuredRun, history_of, op_tables, report_of_plan
 
 
 @pytest.fixture(scope="module")
