@@ -13,3 +13,8 @@ def by_day(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     cases = list(cases)
     assert set(kept) <= set(cases), f"none of the cases: {set(kept) - set(cases)}"
     return [case if case in kept else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+
+
+def at_night(*values: Any) -> Any:
+    """One case of several values that runs at night alone."""
+    return pytest.param(*values, marks=pytest.mark.nightly)

@@ -17,6 +17,7 @@ import planner
 from profiler.measurement import captured_stages
 from profiler.recomputation.saved_tensors import RerunError
 from tests.support.exactness import assert_same
+from tests.support.nightly import by_day
 
 WIDTH, LENGTH = 32, 16
 
@@ -79,8 +80,19 @@ def plans(profile: planner.Profile) -> Iterator[planner.Plan]:
         yield planner.solve(profile, least + int((most - least) * share))
 
 
+@pytest.fixture(scope="module")
+def profile() -> planner.Profile:
+    return planner.profile(workload())
+
+
+@pytest.fixture(scope="module")
+def plan(profile: planner.Profile) -> planner.Plan:
+    """At a quarter of the way from the smallest budget to the unplanned peak."""
+    return [*plans(profile)][1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("skips", by_day([False, True], [True]))
 def test_every_plan_is_exact_and_takes_the_bytes_predicted(skips: bool) -> None:
     work = workload(skips)
     profile = planner.profile(work)
@@ -153,9 +165,10 @@ def test_two_forwards_that_share_casts_are_refused_before_the_second_and_others_
         assert_same(gradients(together=False), expected)
 
 
-def test_parameters_written_between_forward_and_backward_are_told_where_a_dropped_stage_runs_as_a_program() -> None:
+def test_parameters_written_between_forward_and_backward_are_told_where_a_dropped_stage_runs_as_a_program(
+    profile: planner.Profile,
+) -> None:
     work = workload()
-    profile = planner.profile(work)
     with pytest.raises(planner.Infeasible) as refusal:
         planner.solve(profile, 1)
     plan = planner.solve(profile, refusal.value.minimum_budget_bytes)
@@ -169,8 +182,7 @@ def test_parameters_written_between_forward_and_backward_are_told_where_a_droppe
 
 
 @pytest.mark.slow
-def test_a_plan_is_carried_out_on_another_model_of_its_kind() -> None:
-    plan = list(plans(planner.profile(workload())))[1]
+def test_a_plan_is_carried_out_on_another_model_of_its_kind(plan: planner.Plan) -> None:
     work = workload()
     expected = trained(copy.deepcopy(work.model), [work.inputs] * 2)
     with planner.apply(work.model, plan):
@@ -178,9 +190,8 @@ def test_a_plan_is_carried_out_on_another_model_of_its_kind() -> None:
 
 
 @pytest.mark.slow
-def test_batches_of_other_lengths_are_exact() -> None:
+def test_batches_of_other_lengths_are_exact(plan: planner.Plan) -> None:
     work = workload()
-    plan = list(plans(planner.profile(work)))[1]
     batches = [torch.randn(8, length, WIDTH) for length in (LENGTH, 12, 20, LENGTH, 12)]
     expected = trained(copy.deepcopy(work.model), batches)
     with planner.apply(work.model, plan), warnings.catch_warnings():
@@ -189,9 +200,8 @@ def test_batches_of_other_lengths_are_exact() -> None:
 
 
 @pytest.mark.slow
-def test_a_rate_that_is_changed_is_followed() -> None:
+def test_a_rate_that_is_changed_is_followed(plan: planner.Plan) -> None:
     work = workload()
-    plan = list(plans(planner.profile(work)))[1]
     other = copy.deepcopy(work.model)
     with planner.apply(work.model, plan):
         for rate in (0.1, 0.3, 0.5):
@@ -202,9 +212,8 @@ def test_a_rate_that_is_changed_is_followed() -> None:
 
 
 @pytest.mark.slow
-def test_a_graph_that_is_retained_goes_backward_twice() -> None:
+def test_a_graph_that_is_retained_goes_backward_twice(plan: planner.Plan) -> None:
     work = workload()
-    plan = list(plans(planner.profile(work)))[3]
     expected = trained(copy.deepcopy(work.model), [work.inputs], retain=True)
     with planner.apply(work.model, plan), warnings.catch_warnings():
         warnings.simplefilter("ignore")

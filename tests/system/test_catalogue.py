@@ -24,7 +24,7 @@ KINDS = """
 
 # The others are of kinds that these are of, too.
 BY_DAY = """
-    AutoformerForPrediction BertForMaskedLM LlamaForCausalLM MixtralForCausalLM T5ForConditionalGeneration
+    AutoformerForPrediction LlamaForCausalLM MixtralForCausalLM
 """
 
 BY_VALUES = ("AutoformerForPrediction",)  # its topk

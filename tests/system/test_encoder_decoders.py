@@ -11,6 +11,7 @@ from profiler.workload.workload import Workload
 from solvers.chain.segments import Segment, segmented_schedule
 from tests.support.encoder_decoder import FRAMES, EncoderDecoder
 from tests.support.exactness import assert_same, budgets, following, state_after
+from tests.support.nightly import by_day
 
 STAGES = ["encoder.*", "middle", "decoder.?", "norm", "head"]
 
@@ -22,7 +23,7 @@ def workload(*, cached: bool, keeps_output: bool = True) -> Workload:
     return Workload(model=model, inputs=torch.randn(16, FRAMES), optimizer=optimizer, keeps_output=keeps_output)
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", by_day([False, True], [True]))
 def test_an_encoder_decoder_is_exact_and_takes_the_predicted_bytes(cached: bool) -> None:
     profile = planner.profile(workload(cached=cached), stages=STAGES)
     expected = state_after(workload(cached=cached))

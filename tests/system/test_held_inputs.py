@@ -237,7 +237,7 @@ HALF = [name for name in MODELS if name.count("True") % 2 == 0]
 
 @pytest.mark.parametrize(
     ("menus", "name"),
-    [*((False, name) for name in MODELS), *(pytest.param(True, name, marks=pytest.mark.slow) for name in HALF)],
+    [*((False, name) for name in MODELS), *(pytest.param(True, name, marks=pytest.mark.nightly) for name in HALF)],
 )
 def test_no_plan_needs_more_where_the_unplanned_step_lets_go_of_inputs_before_a_peak(menus: bool, name: str) -> None:
     torch.manual_seed(0)

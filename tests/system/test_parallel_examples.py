@@ -8,13 +8,16 @@ import pytest
 from torch import nn
 
 from tests.support.late_release import late_bytes
+from tests.support.nightly import by_day
 from tests.support.torchrun import ROOT, output_of_ranks
 
 EXAMPLES = ROOT / "examples"
 BLOCK = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64))  # of examples/fsdp2.py, its unit
 
 
-@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py", "tensor_parallel.py", "pipeline_parallel.py"])
+@pytest.mark.parametrize(
+    "name", by_day(["ddp.py", "fsdp2.py", "tensor_parallel.py", "pipeline_parallel.py"], ["fsdp2.py"])
+)
 def test_an_example_trains_within_its_budget(name: str) -> None:
     source = (EXAMPLES / name).read_text(encoding="utf-8")
     assert f"torchrun --nproc-per-node 2 examples/{name}" in source

@@ -8,7 +8,7 @@ import planner
 from planner.zoo import build
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_of_t5_are_captured_as_wholes() -> None:
     profile = planner.profile(build("t5", layers=3, hidden=32, heads=2, seq=32, batch=4))
     blocks = [stage for stage in profile.stages if stage.module_class == "T5Block"]

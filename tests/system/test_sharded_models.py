@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,6 +17,7 @@ from benchmarks.outside_meter import OutsideMeter
 from benchmarks.rank_processes import values_of_ranks
 from profiler.tensors.tensor_parts import local_part
 from tests.support.late_release import late_bytes
+from tests.support.nightly import by_day
 from tests.support.parallel_models import Block, Transformer, next_words, words
 
 STEPS = 3
@@ -97,9 +99,10 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def under_plans(rank: int) -> dict[str, list[dict[str, Any]]]:
+def under_plans(rank: int, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     said: dict[str, list[dict[str, Any]]] = {}
-    for name, shard in SETTINGS.items():
+    for name in names:
+        shard = SETTINGS[name]
         expected = Loop(shard).steps()
         profile = planner.profile(Loop(shard).workload())
         plans = [_smallest(profile, "profiled")]
@@ -137,9 +140,14 @@ def _row(shard: Callable[[Transformer], None], plan: planner.Plan, expected: lis
     }
 
 
-def test_plans_are_exact_and_within_what_they_predict() -> None:
-    first, second = values_of_ranks(under_plans, limit_seconds=580)
-    for name in SETTINGS:
+BY_DAY = ("given back after forward", "units inside stages")
+BY_NIGHT = tuple(name for name in SETTINGS if name not in BY_DAY)
+
+
+@pytest.mark.parametrize("names", by_day([BY_DAY, BY_NIGHT], [BY_DAY]), ids=" and ".join)
+def test_plans_are_exact_and_within_what_they_predict(names: Sequence[str]) -> None:
+    first, second = values_of_ranks(under_plans, names, limit_seconds=580)
+    for name in names:
         for both in zip(first[name], second[name], strict=True):
             assert all(row["equal"] for row in both), name
             assert both[0]["fingerprint"] == both[1]["fingerprint"], name

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.long_run import METERED, STEPS, long_run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_steps_under_a_plan_have_the_losses_of_unplanned_ones_and_one_peak() -> None:
     run = long_run()
     assert len(run.planned_losses) == STEPS == 1000

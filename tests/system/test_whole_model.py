@@ -17,6 +17,7 @@ import planner
 from planner.plans import cut_choice
 from planner.zoo import build
 from tests.support.exactness import assert_same, state_after
+from tests.support.nightly import by_day
 
 WIDTH, BATCH, SIDE = 32, 64, 16
 
@@ -101,7 +102,7 @@ def budgets(profile: planner.Profile) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", by_day(NETS, ["functional", "unet"]))
 def test_every_plan_is_exact_and_takes_the_bytes_predicted(name: str, tmp_path: Path) -> None:
     profile = profile_of(name)
     (stage,) = [stage for stage in profile.stages if stage.kind == "stage"]
@@ -130,7 +131,7 @@ def test_a_model_without_blocks_is_one_stage_without_being_asked_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faster", ["whole", "parts"])
+@pytest.mark.parametrize("faster", by_day(["whole", "parts"], ["whole"]))
 def test_blocks_that_read_far_back_are_one_stage_where_its_plans_are_faster(
     faster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

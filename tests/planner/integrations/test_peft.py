@@ -10,6 +10,7 @@ import torch
 import planner
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.trainer_builds import adapted, llama, padded, rows
+from tests.support.nightly import by_day
 
 
 def workload(adapter: str) -> planner.Workload:
@@ -35,7 +36,7 @@ def trained(adapter: str, plan: planner.Plan | None = None) -> tuple[int, list[f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["LoRA", "DoRA", "prompt tuning"])
+@pytest.mark.parametrize("adapter", by_day(["LoRA", "DoRA", "prompt tuning"], ["LoRA"]))
 def test_adapters_train_to_the_same_bits_within_the_budget(adapter: str) -> None:
     profile = planner.profile(workload(adapter))
     unplanned_bytes, expected, values = trained(adapter)

@@ -17,6 +17,7 @@ from benchmarks.outside_meter import live_tensor_bytes
 from benchmarks.trainer_builds import StepMeter, dpo_trainer, plain_trainer, rows, sft_trainer
 from planner.integrations.transformers import MemoryBudgetCallback
 from planner.training.dynamic_shapes import DynamicHandle
+from tests.support.nightly import at_night
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*peak is not promised.*")
 ROWS = rows(32, (32,))
@@ -76,9 +77,9 @@ def assert_same_training(got: Run, expected: Run) -> None:
     [
         (plain_trainer, "80%", {"data": ROWS, "gradient_accumulation_steps": 3, "max_steps": 2}),
         (plain_trainer, "80%", {"data": ROWS, "bf16": True, "adapter": "LoRA", "max_steps": 3}),
-        (plain_trainer, "85%", {"data": ROWS, "adapter": "DoRA", "max_steps": 2}),
-        (plain_trainer, "85%", {"data": ROWS, "adapter": "prompt tuning", "max_steps": 2}),
-        (sft_trainer, "98%", {"adapter": "LoRA", "max_steps": 2, "per_device_train_batch_size": 2}),
+        at_night(plain_trainer, "85%", {"data": ROWS, "adapter": "DoRA", "max_steps": 2}),
+        at_night(plain_trainer, "85%", {"data": ROWS, "adapter": "prompt tuning", "max_steps": 2}),
+        at_night(sft_trainer, "98%", {"adapter": "LoRA", "max_steps": 2, "per_device_train_batch_size": 2}),
         (dpo_trainer, "99%", {"max_steps": 2, "per_device_train_batch_size": 2}),
     ],
     ids=["accumulation", "bf16 LoRA", "DoRA", "prompt tuning", "SFT LoRA", "DPO"],

@@ -12,6 +12,7 @@ from solvers.chain.ilp import ChainModel
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage
 from tests.support.chains import random_chain
+from tests.support.nightly import by_day
 
 BLOCKS = range(10)  # of ten chains each
 SAME = 1e-9
@@ -46,7 +47,7 @@ def check(problem: Problem, solution: Solution, best: Solution) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", by_day(BLOCKS, range(3)))
 def test_no_method_beats_the_oracle_and_no_claim_is_false(block: int, shared: bool) -> None:
     for problem in problems(block, shared):
         best = solve_chain(problem, "exhaustive")
