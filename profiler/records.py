@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WHOLE_MODEL = "the model"  # the name of the stage where its call is the only one
 FORMAT = "planner-profile"
-VERSION = 2
+VERSION = 3
 
 
 Rate = Annotated[float, msgspec.Meta(ge=0)]
@@ -48,26 +48,23 @@ class StageRecord:
     Attributes:
         name: the module's name (``#n``: its n-th further call), or a description.
         kind, module_class: ``stage`` or ``outside``, and the class of the module.
-        alike: stages with the same number have the same structure and shapes.
         forward, backward: phases of the unplanned step.
         dropped: the forward in which no stage keeps anything.
         recompute_seconds: the forward again, up to its last saved tensor.
         recompute_peak_bytes: its peak above the bytes alive at its start.
         recompute_ops: aten ops it runs; ``forward_ops`` those of a whole forward.
-        output_bytes: bytes of new storage that the call returns.
         boundary_bytes: bytes handed to the next stage that live only for it.
         kept_output_bytes: the part of them that this stage keeps for its own backward.
         lasting_output_bytes: bytes of its other outputs that are alive when its backward begins.
         own_output_bytes: bytes of its other outputs that nothing but its own backward needs.
         kept_bytes: bytes saved for backward, each storage once, without
             parameters, buffers and the stage's own input.
-        saved_tensors: how many tensors autograd saves.
         links: pairs (input tensor, output tensor of the stage before) that are the same tensor.
-        parameter_bytes, parameter_gradient_bytes: of the module's own parameters.
+        parameter_gradient_bytes: of the gradients of the module's own parameters.
         parameter_shapes: names and shapes, to recognise the model.
         input_shapes: shapes of the tensors that go in.
         draws_random, mutated_buffers: what a second run has to reinstate.
-        recomputable: whether a second run gives the same result; ``reason`` says why not, ``remedy`` what to change.
+        reason: why the stage cannot be recomputed; empty where it can. ``remedy`` says what to change.
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
         calls: how often the step called its module; 0 in files of older releases.
@@ -78,15 +75,15 @@ class StageRecord:
         copied_bytes: of a copy of other stages' gradients that may be there as its backward begins.
         unit_bytes: of the parameters that it gathers in its forward, gives back, and gathers again before its backward.
         gather_seconds: of doing so once, beside nothing else.
-        behind_peak_bytes, dropped_behind_peak_bytes: above those at the start of its forward, while ops without
-            gradients ran behind it outside of stages, which count as its own; 0 where there are none.
+        trailing_peak_bytes, dropped_trailing_peak_bytes: the peak of the ops without gradients that ran after its
+            forward, outside of stages, and count as its own: above the bytes at the start of that forward; 0 where
+            there are none.
         gradient_strides: how the gradients of what it returns lie, of those that take one; empty where none came.
     """
 
     name: str
     kind: Literal["stage", "outside"]
     module_class: str = ""
-    alike: int = -1
     forward: Phase
     backward: Phase
     dropped: Phase = Phase()
@@ -94,21 +91,17 @@ class StageRecord:
     recompute_peak_bytes: Bytes = 0
     recompute_ops: Count = 0
     forward_ops: Count = 0
-    output_bytes: Bytes = 0
     boundary_bytes: Bytes = 0
     kept_output_bytes: Bytes = 0
     lasting_output_bytes: Bytes = 0
     own_output_bytes: Bytes = 0
     kept_bytes: Bytes = 0
-    saved_tensors: Count = 0
     links: tuple[tuple[int, int], ...] = ()
-    parameter_bytes: Bytes = 0
     parameter_gradient_bytes: Bytes = 0
     parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     input_shapes: tuple[tuple[int, ...], ...] = ()
     draws_random: bool = False
     mutated_buffers: tuple[str, ...] = ()
-    recomputable: bool = False
     reason: str = ""
     remedy: str = ""
     menu: int = -1
@@ -119,9 +112,19 @@ class StageRecord:
     copied_bytes: Bytes = 0
     unit_bytes: Bytes = 0
     gather_seconds: Seconds = 0.0
-    behind_peak_bytes: Bytes = 0
-    dropped_behind_peak_bytes: Bytes = 0
+    trailing_peak_bytes: Bytes = 0
+    dropped_trailing_peak_bytes: Bytes = 0
     gradient_strides: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether recomputing the stage gives the same result."""
+        return self.kind == "stage" and not self.reason
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it keeps from its forward to its backward where all of it is kept."""
+        return self.kept_bytes if self.kind == "stage" else max(0, self.forward.end_bytes - self.forward.start_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,7 +460,7 @@ class Profile:
             unplanned peak and seconds are put together from these, and were never measured as a whole.
         allocator_bytes: of CUDA's blocks beyond what a plain step's tensors asked for, and what stays beside; else 0.
         collective_bytes: of the largest tensor that a collective makes; on the CPU a thread may hold it a while longer.
-        beside: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
+        in_flight: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
         unplanned_peak_bytes: most bytes alive at once in the whole step.
         unplanned_seconds, step_seconds: median seconds of a plain step, and of each that was timed.
         op_records: every aten op of one step.
@@ -501,7 +504,7 @@ class Profile:
     frugal: bool = False
     collective_bytes: Bytes = 0
     allocator_bytes: Bytes = 0
-    beside: tuple[tuple[int, Bytes], ...] = ()
+    in_flight: tuple[tuple[int, Bytes], ...] = ()
     target: TargetRecord | None = None
     heads: tuple[HeadRecord, ...] = ()
     pieces: PiecesRecord | None = None

@@ -183,7 +183,7 @@ def _blend(parts: Sequence[Any], fit: _Fit, name: str) -> Any:
         blended = (_blend(items, fit, name) for items in zip(*parts, strict=True))
         return StepRuns(*blended) if isinstance(last, StepRuns) else tuple(blended)
     if isinstance(last, bool):
-        return all(parts) if name == "recomputable" else any(parts)
+        return any(parts)
     if isinstance(last, int):
         return _whole(parts, fit, name)
     if isinstance(last, float):

@@ -180,7 +180,7 @@ def apply(
     with contextlib.ExitStack() as undo:
         with ranks.together("apply"):
             given = given_plan(plan)
-            if not given.beside:  # Those of a pipeline's ranks are for different stages.
+            if not given.in_flight:  # Those of a pipeline's ranks are for different stages.
                 ranks.check_same("apply", {"plan": given.fingerprint})
             handle = applier.apply(model, given, watch=watch, backend=backend)
             undo.callback(handle.remove)  # It may have failed on another rank.

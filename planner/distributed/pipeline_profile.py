@@ -168,7 +168,7 @@ def _put_together(
         evaluation=Phase(),
         evaluations=micro_batches,
         link=None,  # Its copies would be in flight as often as there are micro-batches.
-        beside=tuple(sorted(beside)),
+        in_flight=tuple(sorted(beside)),
     )
 
 

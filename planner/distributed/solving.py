@@ -81,7 +81,7 @@ def _solved(profile: Profile | str | Path, budget: str | int, settings: dict[str
         return solving.solve(profile, budget, **settings)
     profile = given_profile(profile, "solve")
     with ranks.together("solve"):
-        if profile.beside:
+        if profile.in_flight:
             return solving.solve(profile, budget, **settings)
         ranks.check_same("solve", {"profile": profile.fingerprint, "budget": budget})
         return ranks.made_by_rank0(lambda: solving.solve(profile, budget, **settings))

@@ -162,7 +162,7 @@ def _stage_classes(plan: Plan) -> dict[str, str]:
     """What stages of the same class are called together."""
     groups: dict[str, list[str]] = {}
     for stage in plan.stages:
-        groups.setdefault(stage.module_class if stage.kind == "stage" else stage.name, []).append(stage.name)
+        groups.setdefault(stage.record.module_class if stage.kind == "stage" else stage.name, []).append(stage.name)
     return {name: names_in_short(names) for names in groups.values() for name in names}
 
 

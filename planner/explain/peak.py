@@ -333,7 +333,7 @@ def peak_rows(peak: Peak, plan: Plan | None = None) -> list[PeakRow]:
         plan: says of which class the stages are, and in which order they run.
     """
     stages = () if plan is None else plan.stages
-    classes = {stage.name: stage.module_class for stage in stages if stage.kind == "stage"}
+    classes = {stage.name: stage.record.module_class for stage in stages if stage.kind == "stage"}
     order = {stage.name: k for k, stage in enumerate(stages)}
     groups: dict[tuple[str, str, str, str], list[PeakPart]] = {}
     for part in sorted(peak.parts, key=lambda part: order.get(part.stage, 0)):

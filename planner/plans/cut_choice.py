@@ -34,7 +34,7 @@ def _may_be_better_whole(profile: Profile) -> bool:
     """Whether the model's ops are few enough to be planned at once, and the stages form no chain or the ops are few."""
     stages = profile.stages
     ops = sum(stage.forward_ops for stage in stages)
-    if profile.frugal or profile.evaluations > 1 or profile.beside or profile.left_out or ops > _MOST_OPS:
+    if profile.frugal or profile.evaluations > 1 or profile.in_flight or profile.left_out or ops > _MOST_OPS:
         return False
     if any(stage.unit_bytes or not stage.recomputable for stage in stages if stage.kind == "stage"):
         return False

@@ -90,7 +90,7 @@ def lower_schedule(stages: Sequence[PlannedStage], schedule: Schedule) -> Lowere
     first, phases = _phases(schedule.actions)
     boundaries = _boundaries_after(set(), first)
     dropped = frozenset(a.stage for a in first if a.kind == "forward" and a.option is None)
-    holding_input = frozenset(k for k in dropped if k - 1 in boundaries or not stages[k].links)
+    holding_input = frozenset(k for k in dropped if k - 1 in boundaries or not stages[k].record.links)
     reruns, input_releases, released_in_forward = _backwards(stages, phases, holding_input, boundaries)
     holding_input -= released_in_forward
     _check(stages, dropped, holding_input)
@@ -183,7 +183,7 @@ def _backwards(
     in_forward: set[int] = set()
     releases: dict[int, set[int]] = {}
     moment = in_forward
-    held = {k for k in holding_input if stages[k].links}
+    held = {k for k in holding_input if stages[k].record.links}
     for backward, actions in phases:
         boundaries = _boundaries_after(boundaries, actions)
         reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in RUNS)
@@ -222,11 +222,11 @@ def _follow(
         k, name = rerun.stage, stages[rerun.stage].name
         if released:
             raise _unsupported(f"the input of {stages[min(released)].name!r} to stay until {name!r} has run", backward)
-        if stages[k].links and k not in held and latest != k - 1:
+        if stages[k].record.links and k not in held and latest != k - 1:
             raise _unsupported(f"{name!r} to run again directly after the stage before it", backward)
         if rerun.mode != "drop":
             held.discard(k)
-        elif rerun.hold and stages[k].links:
+        elif rerun.hold and stages[k].record.links:
             held.add(k)
         latest = None if rerun.mode == "until_saved" else k
     return released

@@ -14,7 +14,7 @@ from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
-from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes
+from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes, StageRecord
 from solvers.problem.chain import RUNS, TRANSFERS, Action, Chain, Schedule
 from solvers.problem.chain_simulator import replay
 
@@ -33,54 +33,49 @@ class PlannedStage:
     """One stage of a plan: what happens to it, and what the applier has to know to do it.
 
     Attributes:
-        name, kind, module_class: as in the profile; ``outside`` parts are always kept.
+        record: the stage in the profile; with it a plan can be solved again by itself.
         decision: ``keep``; ``offload`` (kept, some of it in host memory meanwhile);
             ``selective`` (some of its ops run again, see ``option``);
             ``recompute`` (its input is kept, it is run again whole);
             ``segment`` (its input is dropped too and comes from the stage before).
-        option: what runs again inside a selective stage, in words.
-        menu: number of its ops and options in ``Plan.menus``; -1 for what has none.
-        recomputable: whether it may be run again as a whole.
-        offload_units: what may be sent to host memory of what it keeps: storages, by their numbers in its ops.
-        input_offload_units: what may be sent while it waits to run again: input tensors of each unit, by number.
-        offloaded_bytes: what it sends in one step.
+            Parts outside of stages are always kept.
         kept_bytes: bytes kept from its forward to its backward.
         runs: forwards of it in one step, the first included.
         extra_seconds: predicted seconds that the plan adds to it.
         extra_ops: aten ops that the plan adds to it.
-        links, input_shapes, parameter_shapes, mutated_buffers: as in the profile.
-        calls: as in the profile.
-        forward_ops, recompute_ops, boundary_bytes: as in the profile; with them a plan can be solved again by itself.
-        saved_bytes: kept from its forward to its backward where all of it is kept.
-        gradient_strides: as in the profile.
+        option: what runs again inside a selective stage, in words.
+        offload_units: what may be sent to host memory of what it keeps: storages, by their numbers in its ops.
+        input_offload_units: what may be sent while it waits to run again: input tensors of each unit, by number.
+        offloaded_bytes: what it sends in one step.
         keeps_gathered: whether its unit of ``fully_shard`` keeps its parameters gathered from forward to backward.
     """
 
-    name: str
-    kind: Literal["stage", "outside"]
-    module_class: str
-    decision: StageDecision
-    kept_bytes: int
-    runs: int
-    extra_seconds: float
-    extra_ops: int
-    links: tuple[tuple[int, int], ...]
-    input_shapes: tuple[tuple[int, ...], ...]
-    parameter_shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    mutated_buffers: tuple[str, ...]
+    record: StageRecord
+    decision: StageDecision = "keep"
+    kept_bytes: int = 0
+    runs: int = 1
+    extra_seconds: float = 0.0
+    extra_ops: int = 0
     option: str = ""
-    menu: int = -1
-    recomputable: bool = True
     offload_units: tuple[int, ...] = ()
     input_offload_units: tuple[tuple[int, ...], ...] = ()
     offloaded_bytes: int = 0
-    forward_ops: int = 0
-    recompute_ops: int = 0
-    saved_bytes: int = 0
-    boundary_bytes: int = 0
-    calls: int = 0
     keeps_gathered: bool = False
-    gradient_strides: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As in the profile."""
+        return self.record.name
+
+    @property
+    def kind(self) -> Literal["stage", "outside"]:
+        """As in the profile."""
+        return self.record.kind
+
+    @property
+    def menu(self) -> int:
+        """Number of its ops and programs in ``Plan.menus``; -1 for what has none."""
+        return self.record.menu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -96,7 +91,7 @@ class Plan(PlanClaims):
         unseen: as in the profile.
         unsteady, batch_sized, forward_nodes: as in the profile.
         left_out: blocks that keep much and cannot run again, whatever the budget.
-        beside: as in the profile.
+        in_flight: as in the profile.
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
         saved_seconds: of what the unplanned step does and this plan's does not: gathers of parameters, and the head all
             at once; below zero where pieces take longer.
@@ -115,7 +110,7 @@ class Plan(PlanClaims):
     forward_nodes: int = 0
     left_out: tuple[LeftOutRecord, ...] = ()
     frugal: bool = False
-    beside: tuple[tuple[int, int], ...] = ()
+    in_flight: tuple[tuple[int, int], ...] = ()
     saved_seconds: float = 0.0
     pieces: PiecesRecord | None = None
 
@@ -178,7 +173,8 @@ class Plan(PlanClaims):
         return planned.input_offload_units if option is None else tuple((number,) for number in planned.offload_units)
 
     def _decided(self) -> Any:
-        stages = [[s.name, s.kind, s.module_class, s.links, s.input_shapes, s.parameter_shapes] for s in self.stages]
+        records = [stage.record for stage in self.stages]
+        stages = [[r.name, r.kind, r.module_class, r.links, r.input_shapes, r.parameter_shapes] for r in records]
         units = [[stage.offload_units, stage.input_offload_units] for stage in self.stages]
         gathered = [k for k, stage in enumerate(self.stages) if stage.keeps_gathered]
         return [

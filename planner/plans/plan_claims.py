@@ -17,7 +17,7 @@ from profiler.target_record import TargetRecord
 from solvers.problem.link import Link
 
 FORMAT = "planner-plan"
-VERSION = 2
+VERSION = 3
 FINGERPRINT_DIGITS = 16  # as of profiles
 
 

@@ -106,9 +106,9 @@ def _solved(
         with_units = with_units_gathered(chain, profile, gathered)
         problem = Problem(chain=with_units, budget_bytes=planned_bytes, link=link, accepts=accepts)
         try:
-            if profile.beside:
+            if profile.in_flight:
                 problem = replace(problem, chain=lone_chain_of(profile))
-                problem, solution = feasible_beside_others(problem, profile.beside, method, time_limit_seconds)
+                problem, solution = feasible_beside_others(problem, profile.in_flight, method, time_limit_seconds)
             else:
                 solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
         except NoPlan as refusal:
@@ -216,7 +216,7 @@ def _with_exact_programs(
     seconds = min(EXACT_SECONDS, left_seconds)
     with Deadline(left_seconds):
         for _ in range(_EXACT_ROUNDS):
-            if plan.interrupted or plan.chain is None or plan.beside or not left_seconds:
+            if plan.interrupted or plan.chain is None or plan.in_flight or not left_seconds:
                 break
             problem = Problem(chain=plan.chain, budget_bytes=plan.budget_bytes, link=plan.link)
             try:
@@ -309,9 +309,9 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     accepts = partial(can_carry_out, plan.stages)
     problem = Problem(chain=chain, budget_bytes=budget_bytes, link=plan.link, accepts=accepts)
     method = OFFLOAD_ONLY if plan.offload_only else solver
-    if plan.beside:
-        problem = replace(problem, chain=without_others(chain, plan.beside, plan.schedule))
-        problem, solution = feasible_beside_others(problem, plan.beside, method, time_limit_seconds)
+    if plan.in_flight:
+        problem = replace(problem, chain=without_others(chain, plan.in_flight, plan.schedule))
+        problem, solution = feasible_beside_others(problem, plan.in_flight, method, time_limit_seconds)
     else:
         solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
     fields = schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
@@ -458,7 +458,7 @@ def plan_of(
         frugal=profile.frugal,
         saved_seconds=saved_seconds,
         pieces=profile.pieces,
-        beside=profile.beside,
+        in_flight=profile.in_flight,
         forward_nodes=profile.forward_nodes,
         **schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),
     )

@@ -26,36 +26,10 @@ def undecided_stages(profile: Profile, gathered: Collection[int] = ()) -> list[P
         profile: whose stages they are.
         gathered: positions of those that keep their parameters gathered.
     """
-    return [_undecided_stage(profile, k, keeps_gathered=k in gathered) for k in range(len(profile.stages))]
-
-
-def _undecided_stage(profile: Profile, k: int, *, keeps_gathered: bool) -> PlannedStage:
-    record = profile.stages[k]
-    inside = record.kind == "stage"
-    return PlannedStage(
-        name=record.name,
-        kind=record.kind,
-        module_class=record.module_class,
-        decision="keep",
-        kept_bytes=0,
-        runs=1,
-        extra_seconds=0.0,
-        extra_ops=0,
-        links=record.links,
-        input_shapes=record.input_shapes,
-        parameter_shapes=record.parameter_shapes,
-        mutated_buffers=record.mutated_buffers,
-        calls=record.calls,
-        menu=record.menu,
-        recomputable=record.recomputable,
-        input_offload_units=input_offload_units(profile, k),
-        forward_ops=record.forward_ops,
-        recompute_ops=record.recompute_ops,
-        saved_bytes=record.kept_bytes if inside else max(0, record.forward.end_bytes - record.forward.start_bytes),
-        boundary_bytes=record.boundary_bytes,
-        gradient_strides=record.gradient_strides,
-        keeps_gathered=keeps_gathered,
-    )
+    return [
+        PlannedStage(record=record, input_offload_units=input_offload_units(profile, k), keeps_gathered=k in gathered)
+        for k, record in enumerate(profile.stages)
+    ]
 
 
 def accepted_by(profile: Profile) -> Accepts:
@@ -165,9 +139,9 @@ def _extra_runs(
         if action.stage in seen:
             # With an option inside it does not stop at its last saved tensor: see ``planner.plans.lowering``.
             stops = action.kind == "recompute" and not action.option
-            stage = stages[action.stage]
+            record = stages[action.stage].record
             extra_ops[action.stage] += programs.get(action.stage) or (
-                stage.recompute_ops if stops else stage.forward_ops
+                record.recompute_ops if stops else record.forward_ops
             )
         seen.add(action.stage)
     return extra_seconds, extra_ops
@@ -181,7 +155,7 @@ def _ops_of_programs(stages: Sequence[PlannedStage], menus: Sequence[MenuRecord]
 
 
 def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], chosen: OptionRecord | None) -> tuple[int, ...]:
-    if stage.menu < 0 or not stage.recomputable or chosen is not None:
+    if stage.menu < 0 or not stage.record.recomputable or chosen is not None:
         return ()
     return offload_units_among(menus[stage.menu].ops, with_input=bool(stage.input_offload_units))
 
@@ -189,9 +163,9 @@ def _offload_units(stage: PlannedStage, menus: Sequence[MenuRecord], chosen: Opt
 def _kept_bytes(stages: Sequence[PlannedStage], k: int, decision: StageDecision, chosen: OptionRecord | None) -> int:
     """Bytes this stage holds from forward to backward: what it saves, or its input, or nothing."""
     if decision == "selective" and chosen is not None:
-        return max(0, stages[k].saved_bytes - chosen.freed_bytes)
+        return max(0, stages[k].record.held_bytes - chosen.freed_bytes)
     if decision in ("keep", "offload"):
-        return stages[k].saved_bytes
-    if decision == "recompute" and stages[k].links and k > 0:
-        return stages[k - 1].boundary_bytes
+        return stages[k].record.held_bytes
+    if decision == "recompute" and stages[k].record.links and k > 0:
+        return stages[k - 1].record.boundary_bytes
     return 0

@@ -238,7 +238,7 @@ def plans_of_curve(plan: Plan) -> list[Plan]:
     They are solved for over the plan's link, ``rotor``'s where it has none; manual rules do not bind them.
     A plan for several micro-batches under way, of which each budget has its own problem, has no curve.
     """
-    if plan.beside:
+    if plan.in_flight:
         return []
     chain = chain_in(plan)
     seconds_outside_chain = plan.seconds_outside(chain)
@@ -359,18 +359,19 @@ def decision_rows(plan: Plan) -> tuple[DecisionRow, ...]:
 def _rows_of(plan: Plan) -> Iterator[DecisionRow]:
     groups: dict[tuple[object, ...], list[PlannedStage]] = {}
     for stage in plan.stages:
-        what = (stage.module_class, stage.decision, stage.option, stage.runs, stage.kept_bytes, stage.offloaded_bytes)
+        done = (stage.decision, stage.option, stage.runs, stage.kept_bytes, stage.offloaded_bytes)
+        what = (stage.record.module_class, *done)
         groups.setdefault((stage.name if stage.kind == "outside" else "", *what), []).append(stage)
     for stages in groups.values():
         first = stages[0]
         kept_bytes = sum(stage.kept_bytes for stage in stages)
         yield DecisionRow(
             where=names_in_short([stage.name for stage in stages], ""),
-            module_class=first.module_class if first.kind == "stage" else "",
+            module_class=first.record.module_class if first.kind == "stage" else "",
             decision=first.decision,
             count=len(stages),
             kept_bytes=kept_bytes,
-            freed_bytes=max(0, sum(stage.saved_bytes for stage in stages) - kept_bytes),
+            freed_bytes=max(0, sum(stage.record.held_bytes for stage in stages) - kept_bytes),
             sent_bytes=sum(stage.offloaded_bytes for stage in stages),
             runs=first.runs,
             extra_seconds=sum(stage.extra_seconds for stage in stages),

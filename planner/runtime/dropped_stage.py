@@ -110,7 +110,7 @@ class DroppedStage(DroppedCall):
         stage: PlannedStage | None = None,
     ) -> None:
         self.position, self.stage = position, stage or step.plan.stages[position]
-        super().__init__(module, forward, self.stage.mutated_buffers)
+        super().__init__(module, forward, self.stage.record.mutated_buffers)
         self.boundaries = range(position, position + 1)
         self.held_boundaries: set[int] = set()
         self.returns_others = False
@@ -133,7 +133,7 @@ class DroppedStage(DroppedCall):
             expects_links: the stage before ran in this step, so what it returned is expected as input.
         """
         lowered, inputs = self._step.lowered, tensors_in(arguments)
-        expected = {i for i, _ in self.stage.links}
+        expected = {i for i, _ in self.stage.record.links}
         links, changed = ({}, False) if output is None else output.links_to(inputs, expected)
         if links and previous is not None:
             self.previous = previous

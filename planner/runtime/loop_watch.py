@@ -232,7 +232,7 @@ class LoopWatch:
         # Whose outputs are held is looked for once some are: hooks on every module would slow all first forwards.
         self._names: Literal["unknown", "wanted", "seen"] = "unknown"
         self._said: set[str] = set()
-        if plan.beside and device.type == "cpu":
+        if plan.in_flight and device.type == "cpu":
             metered = False  # Several micro-batches are in flight as one of them begins.
         self._peak = LoopPeak(plan, model, device) if metered else None
 
@@ -340,7 +340,7 @@ class LoopWatch:
             spare_bytes: by which gradients are fewer than what the plan counts on beside that: within a step of
                 several forwards, where the measured one began, there may be outputs of those before.
         """
-        if self._plan.beside:
+        if self._plan.in_flight:
             return 0  # Those of the micro-batches in flight are counted with what each of them keeps.
         self._outputs = [entry for entry in self._outputs if entry[0]() is not None]
         expected_bytes = 0 if self._plan.resident is None else self._plan.resident.loop

@@ -103,10 +103,10 @@ def _difference(model: nn.Module, stage: PlannedStage) -> str:
         module = module_named(model, name)
     except AttributeError:
         return f"it has no module {name!r}"
-    if class_name(module) != stage.module_class:
-        return f"{name!r} is a {class_name(module)}, expected {stage.module_class}"
+    if class_name(module) != stage.record.module_class:
+        return f"{name!r} is a {class_name(module)}, expected {stage.record.module_class}"
     shapes = {plain_name(key): tuple(p.shape) for key, p in module.named_parameters()}
-    expected = dict(stage.parameter_shapes)
+    expected = dict(stage.record.parameter_shapes)
     for key in sorted({*shapes, *expected}):
         if shapes.get(key) != expected.get(key):
             return f"{name}.{key} has shape {shapes.get(key)}, expected {expected.get(key)}"

@@ -317,11 +317,11 @@ class Deviations:
 
     def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
         """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
-        if self.other_batch or self.other_inputs or not stage.input_shapes:
+        if self.other_batch or self.other_inputs or not stage.record.input_shapes:
             return
         shapes = [*map(sizes_of, inputs)]
-        if shapes != list(stage.input_shapes):
+        if shapes != list(stage.record.input_shapes):
             self.other_inputs = True
-            larger = is_larger(shapes, stage.input_shapes)
+            larger = is_larger(shapes, stage.record.input_shapes)
             then = "the peak is not promised" if larger else "they are smaller and need less memory"
             warn_once(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")

@@ -89,9 +89,9 @@ class PlannedStep:
             module, forward, args, kwargs: as for ``run``.
         """
         kin = self._plan.stages[like]
-        how = "is recomputed as a whole" if kin.recomputable else "is kept"
+        how = "is recomputed as a whole" if kin.record.recomputable else "is kept"
         warn_once(name, f"it runs in a step though it did not when profiled; it {how}, and the peak is not promised")
-        if not kin.recomputable:
+        if not kin.record.recomputable:
             return forward(*args, **kwargs)
         position, first_node = len(self._plan.stages) + len(self._ran), next_node()
         stage = DroppedStage(position, module, forward, self._context, replace(kin, name=name, links=()))

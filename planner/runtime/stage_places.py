@@ -126,7 +126,7 @@ class StagePlaces:
         named = {split_name(stage.name): k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         self.positions = {call: k for call, k in named.items() if call[0] in modules}
         self.names = tuple(dict.fromkeys([*(name for name, _ in self.positions), *known]))
-        self._calls = {split_name(s.name)[0]: s.calls for s in plan.stages}
+        self._calls = {split_name(s.name)[0]: s.record.calls for s in plan.stages}
         self._counts: dict[str, int] = {}
         self._taken: set[int] = set()
 
@@ -195,7 +195,7 @@ def split_name(stage: str) -> tuple[str, int]:
 
 
 def _kind(stage: PlannedStage) -> _Kind:
-    return stage.module_class, tuple(sorted(stage.parameter_shapes))
+    return stage.record.module_class, tuple(sorted(stage.record.parameter_shapes))
 
 
 def _kind_in(model: nn.Module, name: str) -> _Kind | None:

@@ -112,8 +112,8 @@ class StagePrograms:
         option = menu.options[self._options[position] - 1]
         assert menu.graph is not None
         stage = self._plan.stages[position]
-        same_sizes = [*map(sizes_of, tensors_in((args, kwargs)))] == list(stage.input_shapes)
-        gradients = GradientLayouts(stage.gradient_strides, same_sizes)
+        same_sizes = [*map(sizes_of, tensors_in((args, kwargs)))] == list(stage.record.input_shapes)
+        gradients = GradientLayouts(stage.record.gradient_strides, same_sizes)
         call = self._call(menu, gradients, module, forward, args, kwargs)
         key = id(call), option.runs
         if key not in self._programs:

@@ -270,7 +270,7 @@ class _Assembly:
     def _add_outside(self, k: int) -> None:
         forward, backward, dropped = self._phases(Place("outside", k))
         if self._records and Mark("backward", Place("outside", k)) not in self._measured.memory:
-            self._records[-1] = _with_behind(self._records[-1], forward, dropped)
+            self._records[-1] = _with_trailing(self._records[-1], forward, dropped)
             return
         stages = self._measured.stages
         name = name_outside([stage.name for stage in stages], k)
@@ -295,7 +295,6 @@ class _Assembly:
         record = StageRecord(
             name=stage.name,
             kind="stage",
-            alike=self._alike[k],
             forward=forward,
             backward=backward,
             dropped=dropped,
@@ -307,7 +306,6 @@ class _Assembly:
             unit_bytes=unit_bytes,
             gather_seconds=rerun.gather_seconds if unit_bytes else 0.0,
             links=stage.links,
-            recomputable=not reason,
             gradient_strides=tuple(m.gradient_strides.get(k, ())),
             reason=reason,
             remedy=remedy_for(stage.call) or rerun.remedy if reason else "",
@@ -320,20 +318,18 @@ class _Assembly:
     def _with_bytes(self, k: int, record: StageRecord) -> StageRecord:
         """The record with what its call saves and returns."""
         m, call = self._measured, self._measured.stages[k].call
-        total_bytes, always_alive = m.trace.storages.total_bytes, m.trace.always_alive
+        total_bytes = m.trace.storages.total_bytes
         saves = m.trace.saves[call.first_save : call.end_save]
         saved = m.trace.saved(call.first_save, call.end_save)
         boundary = m.stages[k + 1].boundary_storages if k + 1 < len(m.stages) and m.freed[k + 1] else frozenset()
         return replace(
             record,
             recompute_ops=saves[-1].op - call.first_op if saves else 0,
-            output_bytes=total_bytes(call.output_storages - call.input_storages - always_alive),
             boundary_bytes=total_bytes(boundary),
             kept_output_bytes=total_bytes(boundary & saved),
             lasting_output_bytes=total_bytes(self._lasting(k, boundary)),
             own_output_bytes=total_bytes((call.output_storages & saved) - boundary - self._needed_elsewhere(k)),
             kept_bytes=total_bytes(saved - call.input_storages),
-            saved_tensors=len(saves),
         )
 
     def _needed_elsewhere(self, k: int) -> set[int]:
@@ -360,14 +356,14 @@ class _Assembly:
         return rerun.failure
 
 
-def _with_behind(record: StageRecord, forward: Phase, dropped: Phase) -> StageRecord:
+def _with_trailing(record: StageRecord, forward: Phase, dropped: Phase) -> StageRecord:
     """A stage with what runs outside behind it: Python letting go of tensors, and ops without gradients."""
     return replace(
         record,
         forward=extended(record.forward, forward),
         dropped=extended(record.dropped, dropped),
-        behind_peak_bytes=_rise(record.forward, forward),
-        dropped_behind_peak_bytes=_rise(record.dropped, dropped),
+        trailing_peak_bytes=_rise(record.forward, forward),
+        dropped_trailing_peak_bytes=_rise(record.dropped, dropped),
     )
 
 
@@ -390,7 +386,6 @@ def _with_call(record: StageRecord, call: Call) -> StageRecord:
         record,
         module_class=class_name(call.module),
         forward_ops=call.end_op - call.first_op,
-        parameter_bytes=distinct_bytes(parameters.values()),
         parameter_gradient_bytes=distinct_bytes(p for p in parameters.values() if p.requires_grad),
         parameter_shapes=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
         input_shapes=tuple(leaf.shape for leaf in call.inputs),

@@ -1,22 +1,19 @@
-"""Stages of a plan that nothing is known of but how they hang together."""
+"""Stages of a plan that nothing is known of but how they hang together; and planned stages of other records."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from planner.plans.plan import PlannedStage
+from profiler.records import Phase, StageRecord
 
 
 def planned_block(name: str = "block", links: tuple[tuple[int, int], ...] = ()) -> PlannedStage:
-    return PlannedStage(
-        name=name,
-        kind="stage",
-        module_class="Block",
-        decision="keep",
-        kept_bytes=0,
-        runs=1,
-        extra_seconds=0.0,
-        extra_ops=0,
-        links=links,
-        input_shapes=(),
-        parameter_shapes=(),
-        mutated_buffers=(),
-    )
+    record = StageRecord(name=name, kind="stage", module_class="Block", links=links, forward=Phase(), backward=Phase())
+    return PlannedStage(record=record)
+
+
+def with_record(stage: PlannedStage, **changes: Any) -> PlannedStage:
+    """The stage with other values in its record."""
+    return replace(stage, record=replace(stage.record, **changes))

@@ -61,7 +61,7 @@ def under_plans(rank: int, name: str) -> dict[str, Any]:
     if name == "1f1b":  # Refused before anything runs.
         with pytest.raises(planner.ProfileError, match=r"1F1B, got ScheduleInterleaved1F1B; .* take one of these"):
             planner.profile(interleaved(rank))
-    return {"plans": plans, "most_beside": max(count for count, _ in profile.beside)}
+    return {"plans": plans, "most_beside": max(count for count, _ in profile.in_flight)}
 
 
 @pytest.mark.parametrize("name", by_day(SCHEDULES, ["1f1b"]))

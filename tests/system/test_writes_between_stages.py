@@ -132,7 +132,7 @@ def plain_step(model: nn.Module) -> None:
 @pytest.mark.parametrize("make", [WritesInPlace, WritesByData])
 def test_what_is_written_to_between_two_stages_is_not_linked(make: Callable[[], Net]) -> None:
     plan = plan_of(make)
-    assert not any(stage.links for stage in plan.stages)
+    assert not any(stage.record.links for stage in plan.stages)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "planned stage|planner.apply")
         assert_exact(make, plan, plain_step)

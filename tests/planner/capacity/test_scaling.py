@@ -172,7 +172,7 @@ def test_one_size_or_falling_ones_are_refused(scaling):
 
 def test_a_stage_can_run_again_only_where_it_can_at_every_size_and_draws_random_numbers_where_it_does_at_any(scaling):
     first = scaling.profiles[0]
-    stages = tuple(replace(stage, recomputable=False, draws_random=True) for stage in first.stages)
+    stages = tuple(replace(stage, reason="it has changed", draws_random=True) for stage in first.stages)
     changed = replace(scaling, profiles=(replace(first, stages=stages), *scaling.profiles[1:])).at(7)
     assert not any(stage.recomputable for stage in changed.stages)
     assert all(stage.draws_random for stage in changed.stages)

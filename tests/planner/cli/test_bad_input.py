@@ -42,7 +42,7 @@ def truncated(text: str) -> str:
 
 
 def other_version(text: str) -> str:
-    return text.replace('"version": 2', '"version": 99')
+    return text.replace('"version": 3', '"version": 99')
 
 
 def with_nan(text: str) -> str:
@@ -59,7 +59,7 @@ def without_stages(text: str) -> str:
 
 DAMAGES = [
     (truncated, "breaks off"),
-    (other_version, "version 2, got 99"),
+    (other_version, "version 3, got 99"),
     (with_nan, "finite"),
     (without_stages, "stages"),
     (lambda text: "[]", "format"),

@@ -124,7 +124,7 @@ def profile():
         model_class="Net", input_shapes=((1, 1),),
         device="cpu", device_name="a machine", torch_version="2", precision="float32",
         stages=(
-            stage("good", recomputable=True, recompute_seconds=0.00333, recompute_ops=17, kept_bytes=MIB),
+            stage("good", recompute_seconds=0.00333, recompute_ops=17, kept_bytes=MIB),
             stage("noisy", reason=twice),
             stage("noisy.too", reason=twice),
             stage("counter", reason="a counter changed"),

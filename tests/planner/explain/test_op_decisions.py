@@ -22,6 +22,7 @@ from planner.plans.short_names import common_path, names_in_short
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
 from profiler.step_graph import StepRuns
+from tests.support.planned_blocks import with_record
 from tests.support.printed_text import text_of
 
 MIB = 2**20
@@ -191,7 +192,7 @@ def test_every_op_is_listed_on_request(plan: planner.Plan) -> None:
 
 
 def test_a_plan_without_menus_says_decisions_alone(plan: planner.Plan) -> None:
-    stages = tuple(replace(stage, menu=-1, decision="keep", option="") for stage in plan.stages)
+    stages = tuple(replace(with_record(stage, menu=-1), decision="keep", option="") for stage in plan.stages)
     text = text_of(plan_ops_report(replace(plan, menus=(), stages=stages), every_op=True))
     assert text.count(", keep:") == sum(stage.kind == "stage" for stage in plan.stages)
 

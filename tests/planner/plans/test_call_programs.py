@@ -145,7 +145,9 @@ def test_a_plan_stays_where_the_chain_with_more_programs_has_none(
     def fewer(profile: planner.Profile, *_: object) -> planner.Profile:
         tried.append(len(profile.menus))
         menus = tuple(replace(menu, options=menu.options[:1]) for menu in profile.menus)
-        return replace(profile, menus=menus, stages=tuple(replace(each, recomputable=False) for each in profile.stages))
+        return replace(
+            profile, menus=menus, stages=tuple(replace(each, reason="it has changed") for each in profile.stages)
+        )
 
     monkeypatch.setattr(solving, "with_exact_programs", fewer)
     assert planner.solve(blocks, budget).predicted_peak_bytes <= budget

@@ -13,12 +13,10 @@ from solvers.chain.minimum_memory import shortage
 from tests.support.chains import random_chain
 from tests.support.planned_blocks import planned_block
 
-BLOCK = planned_block()
-
 
 def problem_of_a_model(chain: Chain, budget_bytes: int) -> Problem:
     links = [((0, 0),) if k and stage.linked else () for k, stage in enumerate(chain.stages)]
-    stages = [replace(BLOCK, links=each) for each in links]
+    stages = [planned_block(links=each) for each in links]
     return Problem(chain=chain, budget_bytes=budget_bytes, accepts=partial(can_carry_out, stages))
 
 

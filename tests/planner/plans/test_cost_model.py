@@ -10,7 +10,7 @@ import torch
 import planner
 from planner.explain.peak import predicted_peak
 from planner.explain.timeline import predicted_timelines
-from planner.plans.cost_model import chain_of
+from planner.plans.cost_model import chain_of, memory_table
 from profiler.records import MenuRecord
 from solvers.chain import baselines
 from solvers.problem.chain_simulator import replay
@@ -42,6 +42,21 @@ def test_no_option_is_free_however_it_was_measured(blocks: planner.Profile) -> N
             assert extra == pytest.approx(again * menu.keep_backward_seconds)
             checked += extra > 0
     assert checked
+
+
+def test_the_terms_of_each_stage_add_up_to_what_the_chain_counts(blocks: planner.Profile) -> None:
+    chain, table = chain_of(blocks), memory_table(blocks)
+    assert list(table.name) == [stage.name for stage in chain.stages]
+    assert list(table.kept_bytes) == [stage.options[0].kept_bytes for stage in chain.stages]
+    assert list(table.residue_bytes) == [stage.residue_bytes for stage in chain.stages]
+    assert list(table.dropped_peak_bytes) == [stage.forward_peak_bytes for stage in chain.stages]
+    lasting = table.forward_growth_bytes - table.late_release_bytes + table.late_arrival_bytes
+    kept = lasting - table.shared_growth_bytes - table.boundary_bytes + table.cleared_bytes
+    assert list(kept) == list(table.kept_bytes)
+    gradients = table.later_gradient_bytes + table.gradient_bytes
+    assert list(gradients) == list(table.other_live_bytes)
+    after_forward = [stage.forward.end_bytes for stage in blocks.stages]
+    assert list(blocks.stages[0].forward.start_bytes + table.forward_growth_bytes.cumsum()) == after_forward
 
 
 def own_step(clearing_first: bool) -> planner.Workload:

@@ -20,6 +20,7 @@ from planner.report.page import Page, page_html, write_report
 from planner.report.plan_report import report_of_plan
 from solvers import Link
 from tests.support.command_line import SMALL, done, refused
+from tests.support.planned_blocks import with_record
 
 
 class Parsed(HTMLParser):
@@ -80,7 +81,7 @@ def test_the_data_follow_the_plan(page, plan):
 
 def test_names_end_no_tag(plan):
     bad = "</script><b>&amp;"
-    stages = (dataclasses.replace(plan.stages[0], name=bad), *plan.stages[1:])
+    stages = (with_record(plan.stages[0], name=bad), *plan.stages[1:])
     first = dataclasses.replace(plan.chain.stages[0], name=bad)
     chain = dataclasses.replace(plan.chain, stages=(first, *plan.chain.stages[1:]))
     report = report_of_plan(dataclasses.replace(plan, stages=stages, chain=chain, model_class=bad))

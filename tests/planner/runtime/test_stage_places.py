@@ -18,6 +18,7 @@ from solvers.chain.segments import droppable_runs, segmented_schedule
 from tests.support.drawn_depth import WIDTH, Drawing, Layer, assert_promises_kept, run_of
 from tests.support.events import Events
 from tests.support.exactness import following
+from tests.support.planned_blocks import with_record
 
 
 def depth_of(count: int, layers: int = 5) -> Workload:
@@ -55,7 +56,7 @@ def test_an_unseen_module_takes_the_next_place_of_its_kind(plan: planner.Plan) -
 
 def test_calls_inside_stages_and_calls_that_were_profiled_take_no_place(plan: planner.Plan) -> None:
     twice = replace(
-        plan, stages=tuple(replace(s, calls=2) if s.name == "layers.0" else s for s in plan.stages), unseen=()
+        plan, stages=tuple(with_record(s, calls=2) if s.name == "layers.0" else s for s in plan.stages), unseen=()
     )
     places = places_of(twice)
     assert places.next_of("layers.1", inside=True) is None
@@ -63,14 +64,14 @@ def test_calls_inside_stages_and_calls_that_were_profiled_take_no_place(plan: pl
     assert places.next_of("layers.0", inside=False) is None
     third = places.next_of("layers.0", inside=False)
     assert third is not None
-    older = replace(plan, stages=tuple(replace(stage, calls=0) for stage in plan.stages), unseen=())
+    older = replace(plan, stages=tuple(with_record(stage, calls=0) for stage in plan.stages), unseen=())
     places = places_of(older)
     assert [places.next_of("layers.0", inside=False) is None for _ in range(3)] == [False, True, True]
 
 
 def test_a_step_that_leaves_the_first_call_of_a_module_out_makes_the_later_one(plan: planner.Plan) -> None:
     names = {"layers.2": "layers.0#1"}
-    stages = tuple(replace(stage, name=names.get(stage.name, stage.name)) for stage in plan.stages)
+    stages = tuple(with_record(stage, name=names.get(stage.name, stage.name)) for stage in plan.stages)
     again = replace(plan, stages=stages, unseen=())
     first, second, last = (k for k, stage in enumerate(stages) if stage.name.startswith("layers"))
     places = StagePlaces(again, depth_of(3).model, [first, second])

@@ -110,7 +110,7 @@ def test_bytes_of_a_linear_chain_by_hand() -> None:
     assert [stages[n].boundary_bytes for n in ("0", "1", "2")] == [4096, 4096, 4096]
     assert [stages[n].kept_bytes for n in stages] == [0, 4096, 0, 4096]
     assert [stages[n].kept_output_bytes for n in stages] == [0, 4096, 0, 0]
-    assert [stages[n].parameter_bytes for n in stages] == [1088, 0, 1088, 0]
+    assert [stages[n].parameter_gradient_bytes for n in stages] == [1088, 0, 1088, 0]
     assert profile.resident.parameters == 2 * 1088 and profile.resident.inputs == 4096
 
 
@@ -205,7 +205,7 @@ def blocks_of_plain() -> Profile:
     ("spoil", "message"),
     [
         (lambda text: text[: len(text) // 2], "breaks off"),
-        (lambda text: text.replace('"version": 2', '"version": 99'), "version 2, got 99"),
+        (lambda text: text.replace('"version": 3', '"version": 99'), "version 3, got 99"),
         (lambda text: text.replace("planner-profile", "planner-plan"), "got 'planner-plan'"),
         (lambda text: text.replace('"unplanned_seconds": ', '"unplanned_seconds": NaN, "x": '), "finite"),
         (lambda text: text.replace('"unplanned_peak_bytes": ', '"unplanned_peak_bytes": -'), "unplanned_peak_bytes"),
