@@ -15,7 +15,6 @@ import torch
 
 import planner
 from planner import zoo
-from planner.runtime import plan_checks
 from profiler.workload import given_models
 from tests.support.command_line import SMALL, TARGETS, done
 
@@ -100,5 +99,4 @@ def fixed_seeds() -> None:
 @pytest.fixture(autouse=True)
 def nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that comes once a process comes once a test, whichever tests ran before it in this process."""
-    monkeypatch.setattr(plan_checks, "_WARNED", set())
     monkeypatch.setattr(given_models, "SAID", set())

@@ -23,7 +23,6 @@ import planner
 from benchmarks.fuzz.cases import Case, Model
 from benchmarks.fuzz.observed import differences, left_by
 from benchmarks.fuzz.script import promised, source
-from planner.runtime import plan_checks
 
 Verdict = Literal[
     "exact", "said", "refused", "infeasible", "no case", "wrong", "crash", "over", "speechless", "unrestored"
@@ -237,7 +236,6 @@ def quiet_process() -> None:
 
 @contextmanager
 def _warnings() -> Iterator[list[warnings.WarningMessage]]:
-    plan_checks._WARNED.clear()  # once a process is once a case here
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -17,20 +18,18 @@ from planner.runtime.copy_engines import CopyEngine, CudaCopyEngine, SimulatedCo
 from planner.runtime.loop_watch import LoopWatch, is_metered
 from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types, given_model, given_plan
 from planner.runtime.plan_checks import (
-    BatchShapes,
+    BatchChecks,
     CheckTurns,
     Deviations,
     ParameterChecks,
-    SameBatch,
+    PlanWarnings,
     running_backward,
-    set_warning_scope,
     transformed,
     warn_about_outer_hooks,
     warn_of_compiled_autograd,
-    warn_once,
 )
 from planner.runtime.planned_step import PlannedStep
-from planner.runtime.stage_places import CompiledCalls, StagePlaces, made_compiled, module_named, split_name
+from planner.runtime.stage_places import StagePlaces, made_compiled, module_named, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.capture.call_program import Compiled
@@ -139,22 +138,22 @@ def apply(
     check_model(model, plan)
     check_types(model, plan)
     lowered = lower_schedule(plan.stages, plan.schedule)
-    patches = ForwardPatches()
+    patches, warn = ForwardPatches(), PlanWarnings()
     if plan.pieces is not None:
-        _take_apart(model, plan.pieces, patches)
-    planned = PlannedCalls(plan, lowered, model, watch=watch, compiler=_compiler(backend, model))
-    install(model, planned, planned.wrapped, patches)
-    handle = Handle(model, plan, patches, planned.watch)
+        _take_apart(model, plan.pieces, patches, warn)
+    session = PlanSession(plan, lowered, model, warn, watch=watch, compiler=_compiler(backend, model))
+    install(model, session, session.wrapped, patches)
+    handle = Handle(model, plan, patches, session.watch)
     handle.keep_gathered(model, plan)
     register(model, handle)
     return handle
 
 
-def _take_apart(model: nn.Module, pieces: PiecesRecord, patches: ForwardPatches) -> None:
+def _take_apart(model: nn.Module, pieces: PiecesRecord, patches: ForwardPatches, warn: PlanWarnings) -> None:
     """Have parts of a model run in pieces; says so where the head cannot."""
 
     def say_whole() -> None:
-        warn_once(
+        warn.of_stage(
             pieces.head,
             "all that it returns is made at once, as something besides its loss needs it; the peak is not promised",
         )
@@ -229,22 +228,55 @@ def install(model: nn.Module, planned: Wrappers, stages: Iterable[str], patches:
         patches.wrap(model, planned.whole)
 
 
-class PlannedCalls:
-    """The wrappers of one applied plan, and the forward that is under way."""
+@dataclass(slots=True)
+class _Forward:
+    """A planned forward that is under way.
+
+    Attributes:
+        step: its step; None where its graph is gone, which alone holds the step of a forward past the model.
+        in_model: the model's own forward is under way; else stages were called past it (``self.net(x)``).
+        casts_inside: autocast is entered within it.
+        in_stage: a stage is under way, whose calls of other stages are its own.
+    """
+
+    step: Callable[[], PlannedStep | None]
+    in_model: bool
+    casts_inside: bool
+    in_stage: bool = False
+
+
+class PlanSession:
+    """One applied plan: what runs in place of the forwards of the model and its stages, and the forward under way.
+
+    Args:
+        plan: the applied plan.
+        lowered: what its schedule does at each stage.
+        model: the model that it is applied to.
+        warn: gives the warnings of the plan.
+        watch: as for ``planner.apply``.
+        compiler: as for ``CallProgram``.
+
+    Attributes:
+        watch: looks at the first steps of the loop.
+        wrapped: names of the modules whose forwards are replaced.
+    """
 
     def __init__(
         self,
         plan: Plan,
         lowered: LoweredSchedule,
         model: nn.Module,
+        warn: PlanWarnings,
         *,
         watch: bool | None = None,
         compiler: Compiled | None = None,
     ) -> None:
         _say_what_is_unsteady(plan)
+        self._plan, self._lowered, self._warn = plan, lowered, warn
+        self._model = weakref.ref(model)
         self._device = model_device(model)
         self._engine = engine_for(plan, lowered, self._device)
-        self.watch = LoopWatch(plan, model, self._device, metered=is_metered(watch, self._device))
+        self.watch = LoopWatch(plan, model, self._device, warn, metered=is_metered(watch, self._device))
         self._autocast = autocast_part(plan.precision)
         stages = {k for k, stage in enumerate(plan.stages) if stage.kind == "stage"}
         # Where something is sent, the end of every stage and the begin of its backward are moments to know.
@@ -253,67 +285,58 @@ class PlannedCalls:
         # In a compiled model all stages were compiled one by one while they were measured.
         compiled = [split_name(plan.stages[k].name)[0] for k in sorted(stages)] if made_compiled(plan) else []
         self.wrapped = tuple(dict.fromkeys([*compiled, *self._places.names]))
-        self._compiled = CompiledCalls(plan, lowered.selective)
-        self._plan = plan
-        self._programs = StagePrograms(plan, lowered, model, compiler)
+        self._programs = StagePrograms(plan, lowered, model, warn, compiler)
         self._deviations = Deviations(turns=CheckTurns({*lowered.dropped, *lowered.selective}))
-        self._shapes = BatchShapes(plan)
-        self._batch = SameBatch(plan)
+        self._batch = BatchChecks(plan, warn)
+        self._parameters = ParameterChecks(model, plan.precision, warn)
         self._caches = ModelCaches(model)
-        self._lowered = lowered
-        self._model = weakref.ref(model)
-        self._parameters = ParameterChecks(model, plan.precision)
-        self._said: set[str] = set()
-        self._step: PlannedStep | None = None
-        self._bypassing: weakref.ref[PlannedStep] | None = None
-        self._inside = False
-        self._casts_inside = False
-        self._casts: object | None = None  # that autocast keeps of parameters, in the forward before
-        self._batch_before: weakref.ref[BatchCopies] | None = None
+        self._forward: _Forward | None = None
+        # What autocast keeps of parameters, and the batch, in the forward before.
+        self._before: tuple[object | None, weakref.ref[BatchCopies]] | None = None
 
     def whole(self, forward: Forward) -> Forward:
         """The model's own forward: begins and ends a planned step."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._step is not None or not self._acts():
+            if (self._forward is not None and self._forward.in_model) or not self._acts():
                 return forward(*args, **kwargs)
-            self._compiled.in_model(forward)
-            self._deviations.other_batch = self._shapes.check((args, kwargs))
-            self._batch.check((args, kwargs))
+            self._programs.check_model(forward)
+            self._deviations.other_batch = self._batch.check((args, kwargs))
             self.watch.forward_begins()
-            step = self._begin(BatchCopies((args, kwargs)))
+            step = self._begin(BatchCopies((args, kwargs)), in_model=True)
             with stacks_kept():
                 try:
-                    self._step = step
                     with self.watch.forward(forward), self._caches.off(kwargs):
                         output = forward(*args, **kwargs)
                     step.leave(output)
                     self.watch.forward_ends(output)
                     return output
                 finally:
-                    self._step = None
+                    self._forward = None
                     step.finish()
 
         return run
 
-    def _begin(self, batch: BatchCopies) -> PlannedStep:
+    def _begin(self, batch: BatchCopies, *, in_model: bool) -> PlannedStep:
         """Another forward begins."""
         model = self._model()
         assert model is not None
-        self._deviations.turns.forward_begins((self._shapes.latest, model.training))
+        self._forward = None  # Whatever an interrupt has left of the one before.
+        self._deviations.turns.forward_begins((self._batch.shapes, model.training))
         differs = autocast_now(self._device) != self._autocast
-        self._casts_inside = differs and autocasts_inside(model)
-        if (differs and not self._casts_inside) or self._parameters.differ():
+        casts_inside = differs and autocasts_inside(model)
+        if (differs and not casts_inside) or self._parameters.differ():
             check_precision(model, self._plan.precision, autocast_now(self._device))
         self._parameters.check_trained()
         if (device := model_device(model)) != self._device:
             self._device = device
             self._engine = engine_for(self._plan, self._lowered, device)
-        warn_about_outer_hooks()
-        self._bypassing, self._inside = None, False  # Whatever an interrupt has left of the one before.
+        warn_about_outer_hooks(self._warn)
         self._places.begin()
         self._check_casts(batch)
-        return PlannedStep(self._plan, self._lowered, self._deviations, batch, self._programs, self._engine)
+        step = PlannedStep(self._plan, self._lowered, self._deviations, batch, self._programs, self._warn, self._engine)
+        self._forward = _Forward((lambda: step) if in_model else weakref.ref(step), in_model, casts_inside)
+        return step
 
     def _check_casts(self, batch: BatchCopies) -> None:
         """Refuse a second forward whose parameters autocast would not cast again: what programs cast is their own.
@@ -321,34 +344,38 @@ class PlannedCalls:
         Raises:
             PlanMismatch: the backward of the one before is yet to come, which adds up in the cast then.
         """
-        before = None if self._batch_before is None else self._batch_before()
         casts = casts_of_parameters(self._device) if self._programs.has_programs else None
-        if casts is not None and casts is self._casts and before is not None and not before.backward_begun:
-            raise PlanMismatch(
-                "forward: expected one call of the model for each backward within one autocast context, as profiled, "
-                "got another call before backward; enter autocast for each call, or put both calls into one module "
-                "and profile that"
-            )
-        self._casts, self._batch_before = casts, weakref.ref(batch)
+        if casts is not None and self._before is not None and casts is self._before[0]:
+            before = self._before[1]()
+            if before is not None and not before.backward_begun:
+                raise PlanMismatch(
+                    "forward: expected one call of the model for each backward within one autocast context, as "
+                    "profiled, got another call before backward; enter autocast for each call, or put both calls into "
+                    "one module and profile that"
+                )
+        self._before = casts, weakref.ref(batch)
 
     def _step_of(self, name: str) -> PlannedStep | None:
-        """The forward that a stage is called in: the model's own, or one that goes past it (``self.net(x)``).
+        """The step of the forward that a stage is called in: the model's own, or one past it (``self.net(x)``).
 
         Such a forward has no end of its own. It goes on until backward begins, or a stage comes again.
         """
-        if self._step is not None or running_backward() or not self._acts():
-            return self._step
-        step = None if self._bypassing is None else self._bypassing()
-        if step is not None and self._inside:
+        forward = self._forward
+        if forward is not None and forward.in_model:
+            return forward.step()
+        if running_backward() or not self._acts():
+            return None
+        step = None if forward is None else forward.step()
+        if forward is not None and step is not None and forward.in_stage:
             return step
         if self._is_undone():
             return None
         if self._lowered.transfers:
-            warn_once(name, "it is called past the model's forward; nothing is sent to host memory, all is kept")
+            what = "it is called past the model's forward; nothing is sent to host memory, all is kept"
+            self._warn.of_stage(name, what)
             return None
         if step is None or step.backward_begun or self._places.has_run(name):
-            step = self._begin(BatchCopies(None))
-            self._bypassing = weakref.ref(step)  # Its graph holds it.
+            step = self._begin(BatchCopies(None), in_model=False)
         return step
 
     def _is_undone(self) -> bool:
@@ -367,11 +394,10 @@ class PlannedCalls:
 
     def _acts(self) -> bool:
         """Whether a forward that begins now is one of training, which the plan is for."""
-        set_warning_scope(self._said)
         model = self._model()
-        if model is None or not model.training or not torch.is_grad_enabled() or transformed():
+        if model is None or not model.training or not torch.is_grad_enabled() or transformed(self._warn):
             return False
-        warn_of_compiled_autograd()
+        warn_of_compiled_autograd(self._warn)
         return True
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
@@ -379,23 +405,23 @@ class PlannedCalls:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             step = self._step_of(name) if torch.is_grad_enabled() else None
-            place = None if step is None else self._places.next_of(name, inside=self._inside)
-            if step is None or place is None:
+            now = None if step is None else self._forward
+            place = None if now is None else self._places.next_of(name, inside=now.in_stage)
+            if step is None or now is None or place is None:
                 return forward(*args, **kwargs)
-            if self._casts_inside and autocast_now(self._device) != self._autocast:
+            if now.casts_inside and autocast_now(self._device) != self._autocast:
                 check_precision(self._model() or module, self._plan.precision, autocast_now(self._device))
             try:
-                self._inside = True
+                now.in_stage = True
                 if in_checkpoint():
-                    warn_once(name, "torch.utils.checkpoint around it runs it again; the plan does not act in it")
+                    what = "torch.utils.checkpoint around it runs it again; the plan does not act in it"
+                    self._warn.of_stage(name, what)
                     return forward(*args, **kwargs)
                 if place.unseen:
                     return step.run_unseen(place.position, name, module, forward, args, kwargs)
-                if self._compiled.runs_compiled(place.position, module, forward):
-                    self._programs.refuse(place.position)
                 return step.run(place.position, module, forward, args, kwargs)
             finally:
-                self._inside = False
+                now.in_stage = False
 
         return run
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan, PlannedStage
-from planner.runtime.plan_checks import Deviations, warn_of_a_retained_graph, warn_once
+from planner.runtime.plan_checks import Deviations, PlanWarnings, is_larger, warn_of_a_retained_graph
 from planner.runtime.transfers import OffloadableTensor, TransferExecutor
 from profiler.capture.call_program import CHANGED, BoundProgram, HandedOver, ProgramPlaceholder
 from profiler.recomputation.dropped_call import DroppedCall, Mode, Recomputed
@@ -44,6 +44,7 @@ from profiler.recomputation.saved_tensors import (
     version_of,
 )
 from profiler.tensors.tensor_parts import has_storage, storage_key
+from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 
@@ -65,6 +66,7 @@ class StepContext:
         deviations: what was seen of the model's stages since the plan was applied; more may be added.
         batch: what the model was given.
         transfers: of the step; None where nothing is sent.
+        warn: gives the warnings of the plan.
         before_backward: recomputes a stage whose backward begins, with all that the schedule has before it.
     """
 
@@ -73,6 +75,7 @@ class StepContext:
     deviations: Deviations
     batch: BatchCopies
     transfers: TransferExecutor | None
+    warn: PlanWarnings
     before_backward: Callable[[DroppedStage], None]
 
     def sends(self, position: int) -> bool:
@@ -82,6 +85,17 @@ class StepContext:
     def shares(self, position: int) -> bool:
         """Whether others than the next stage hold something of what a stage returns."""
         return self.plan.chain is not None and any(tensor.born == position for tensor in self.plan.chain.shared)
+
+    def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
+        """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
+        if self.deviations.other_batch or self.deviations.other_inputs or not stage.input_shapes:
+            return
+        shapes = [*map(sizes_of, inputs)]
+        if shapes != list(stage.input_shapes):
+            self.deviations.other_inputs = True
+            larger = is_larger(shapes, stage.input_shapes)
+            then = "the peak is not promised" if larger else "they are smaller and need less memory"
+            self.warn.of_stage(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")
 
 
 class DroppedStage(DroppedCall):
@@ -141,10 +155,12 @@ class DroppedStage(DroppedCall):
         self.held_boundaries = set(lowered.holding_input.intersection(self.boundaries))
         hold_linked = bool(self.held_boundaries) or self.position not in lowered.dropped
         if changed and not hold_linked:
-            warn_once(self.stage.name, _INPUT_CHANGED)
+            self._step.warn.of_stage(self.stage.name, _INPUT_CHANGED)
         elif expects_links and not hold_linked and links.keys() != expected:
-            warn_once(self.stage.name, "its input is not the output of the stage before, as it was when profiled")
-        self._step.deviations.check_shapes(self.stage, inputs)
+            self._step.warn.of_stage(
+                self.stage.name, "its input is not the output of the stage before, as it was when profiled"
+            )
+        self._step.check_shapes(self.stage, inputs)
         self.input = HeldInput(arguments, inputs, links, hold_linked=hold_linked)
 
     def run_first(self, args: Any, kwargs: Any) -> Any:
@@ -191,7 +207,7 @@ class DroppedStage(DroppedCall):
 
     def recompute(self) -> None:
         """Make what this stage saved again, and whatever the plan makes along with it."""
-        warn_of_a_retained_graph()
+        warn_of_a_retained_graph(self._step.warn)
         self._step.batch.backward_begun = True
         self._step.before_backward(self)
 

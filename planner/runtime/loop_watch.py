@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from planner.plans.plan import Plan
-from planner.runtime.plan_checks import parameter_tables, say_once
+from planner.runtime.plan_checks import PlanWarnings, parameter_tables
 from planner.units import format_bytes
 from profiler.measurement.device_memory import requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter
@@ -215,13 +215,16 @@ class LoopWatch:
         plan: that is applied.
         model: that it is applied to.
         device: that it computes on.
+        warn: gives the warnings of the plan.
         metered: also take the peak of a whole step.
 
     Attributes:
         peak_bytes: the most of those that were taken; None before.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, device: torch.device, *, metered: bool) -> None:
+    def __init__(
+        self, plan: Plan, model: nn.Module, device: torch.device, warn: PlanWarnings, *, metered: bool
+    ) -> None:
         self._plan = plan
         self._model = weakref.ref(model)
         self._owned = parameter_tables(model)
@@ -231,8 +234,13 @@ class LoopWatch:
         self._makers: dict[int, tuple[weakref.ref[Any], str]] = {}  # of storages, the innermost modules
         # Whose outputs are held is looked for once some are: hooks on every module would slow all first forwards.
         self._names: Literal["unknown", "wanted", "seen"] = "unknown"
+<<<<<<< HEAD
         self._said: set[str] = set()
         if plan.in_flight and device.type == "cpu":
+=======
+        self._warn = warn
+        if plan.beside and device.type == "cpu":
+>>>>>>> cb3bdc68 (An applied plan is one session with the forward under way as its state, and one object gives its warnings)
             metered = False  # Several micro-batches are in flight as one of them begins.
         self._peak = LoopPeak(plan, model, device) if metered else None
 
@@ -307,22 +315,17 @@ class LoopWatch:
                 self._outputs.append((weakref.ref(storage), storage.nbytes(), maker))
         self._makers.clear()
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            say_once(text)
-
     def _look_for_gradients(self) -> int:
         """By how many bytes gradients are more than those that the plan counts on."""
         parameters = [p for owned in self._owned for p in owned.values() if p is not None]
         there_bytes = distinct_bytes(p.grad for p in parameters if p.is_leaf and p.grad is not None)
         more_bytes = there_bytes - self._expected_gradient_bytes()
         if more_bytes > 0:
-            self._say(
-                "gradients",
+            self._warn.say(
                 f"planner.apply: expected gradients of {format_bytes(there_bytes - more_bytes)} as a forward begins, "
                 f"got {format_bytes(there_bytes)}: the peak may be {format_bytes(more_bytes)} higher. Clear them "
                 "before forward (zero_grad), or profile the loop as it is: Workload(step=...), or accumulate=True",
+                about="gradients",
             )
         return more_bytes
 
@@ -359,10 +362,10 @@ class LoopWatch:
                 remedy = "keep one at a time, or profile with Workload(step=...)"
             else:
                 remedy = "delete it before backward, or profile with keeps_output=True or Workload(step=...)"
-            self._say(
-                "outputs",
+            self._warn.say(
                 f"planner.apply: your loop still holds the model's output, {format_bytes(size)}{made_by}: the peak may "
                 f"be {format_bytes(said_bytes)} higher than the plan's; {remedy}",
+                about="outputs",
             )
         return max(0, more_bytes) if own_step else more_bytes
 
@@ -376,17 +379,17 @@ class LoopWatch:
         resident_bytes = self._plan.resident_bytes if self._plan.chain is None else self._plan.chain.resident_bytes
         peak_bytes = peak.forward_begins(resident_bytes + more_bytes)
         if peak.is_lost:
-            self._say("lost", _LOST)
+            self._warn.say(_LOST)
         if peak_bytes is not None:
             self.peak_bytes = max(peak_bytes, self.peak_bytes or 0)
         over_bytes = 0 if peak_bytes is None else peak_bytes - self._plan.budget_bytes
         if over_bytes > 0:
             beside_bytes = over_bytes - max(0, more_bytes)
             what = f", {format_bytes(beside_bytes)} of it by what this watch cannot name" if beside_bytes > 0 else ""
-            self._say(
-                "peak",
+            self._warn.say(
                 f"planner.apply: a step of your loop takes {format_bytes(self._plan.budget_bytes + over_bytes)}, "
                 f"{format_bytes(over_bytes)} above the budget{what}. Profile the loop as it is: Workload(step=...)",
+                about="peak",
             )
         if peak.is_over:
             self._peak = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from planner.plans.plan import Plan, PlannedStage
+from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
 from profiler.caller_warnings import warn_caller
 from profiler.recomputation.module_rerun import RERUN_DEPTH
@@ -24,7 +24,24 @@ from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)
 
-_WARNED: set[str] = set()  # By the plan whose forward began last: another one's overrun is to be said as well.
+
+class PlanWarnings:
+    """Gives the warnings of one applied plan, each once, whatever other plans have said."""
+
+    __slots__ = ("_said",)
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, text: str, about: str = "") -> None:
+        """Warn, once for each text; or once for what it is ``about``, whatever numbers the text has."""
+        if (about or text) not in self._said:
+            self._said.add(about or text)
+            warn_caller(text)
+
+    def of_stage(self, name: str, what: str) -> None:
+        """Warn of a planned stage."""
+        self.say(f"planned stage {name!r}: {what}")
 
 
 def check_inputs(workload: Workload, plan: PlanClaims) -> None:
@@ -47,35 +64,35 @@ def check_device(workload: Workload, plan: PlanClaims) -> None:
         )
 
 
-def transformed() -> bool:
+def transformed(warn: PlanWarnings) -> bool:
     """Whether a transform of ``torch.func`` or forward-mode differentiation is under way; says once what that means.
 
     Its tensors stand for others, for a batch of them or with tangents: what is saved of them cannot be made again.
     """
     if not under_transform():
         return False
-    say_once(
+    warn.say(
         "planner.apply: the model runs under torch.func or forward-mode differentiation; the plan does not act there: "
         "everything is kept, and the peak is not promised"
     )
     return True
 
 
-def warn_of_compiled_autograd() -> None:
+def warn_of_compiled_autograd(warn: PlanWarnings) -> None:
     """Say once that backward is compiled."""
     if under_compiled_autograd():
-        say_once(
+        warn.say(
             "planner.apply: compiled autograd is on (torch._dynamo.config.compiled_autograd): it makes everything that "
             "was dropped at once; the peak is not promised. Turn it off"
         )
 
 
-def warn_about_outer_hooks() -> None:
+def warn_about_outer_hooks(warn: PlanWarnings) -> None:
     """Say once that saved-tensor hooks around the model do not act in planned stages."""
     hooks = hooks_of_the_user()
     # Another model of the same loop is profiled: those that see all that its step saves are no user's.
     if hooks is not None and not getattr(hooks[0], "__module__", "").startswith("profiler."):
-        say_once(
+        warn.say(
             "planner.apply: saved-tensor hooks around the model (such as save_on_cpu) get only the parameters of what "
             "planned stages save; the plan keeps the rest or makes it again, as it was without them. The peak is not "
             "promised"
@@ -87,103 +104,73 @@ def running_backward() -> bool:
     return RERUN_DEPTH.get() > 0 or torch._C._current_graph_task_id() != -1
 
 
-def warn_of_a_larger_step(nodes: int) -> None:
+def warn_of_a_larger_step(warn: PlanWarnings, nodes: int) -> None:
     """Say once that a forward did more than the profiled one: what it saves besides is in no plan."""
-    say_once(
+    warn.say(
         f"planner.apply: expected the forward that was profiled, got one with {nodes} more differentiable ops (more "
         "layers, a rate that was 0, a frozen part that is trained now, another branch); the peak is not promised. "
         "Profile it as it is now"
     )
 
 
-def warn_of_a_retained_graph() -> None:
+def warn_of_a_retained_graph(warn: PlanWarnings) -> None:
     """Say once that a backward under way leaves its graph for another one."""
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # without a stub
     if torch._C._current_graph_task_id() != -1 and autograd._get_current_graph_task_keep_graph():
-        say_once(
+        warn.say(
             "planner.apply: expected a backward that frees its graph, got retain_graph=True or create_graph=True: what "
             "it passes, and what runs again for it, is held until the graph goes; the peak is not promised. Add the "
             "losses up and call backward once"
         )
 
 
-def warn_once(stage: str, what: str) -> None:
-    """Warn of a planned stage, each thing once by the plan whose forward began last."""
-    say_once(f"planned stage {stage!r}: {what}")
-
-
-def set_warning_scope(said: set[str]) -> None:
-    """A planned forward begins: what it has said before is in this set, whatever other plans have said."""
-    global _WARNED
-    _WARNED = said
-
-
-def say_once(text: str) -> None:
-    """Warn, each thing once by the plan whose forward began last."""
-    if text not in _WARNED:
-        _WARNED.add(text)
-        warn_caller(text)
-
-
-class BatchShapes:
-    """Says where the batches that a planned model is called with have other shapes than the profiled one.
+class BatchChecks:
+    """Says where a batch differs from the profiled one in its shapes, or from the one before where bytes follow values.
 
     Args:
-        plan: that the model has; one without shapes is for batches of any.
+        plan: the applied plan; one without shapes is for batches of any.
+        warn: gives the warnings.
 
     Attributes:
-        latest: of the batch that was looked at last.
+        shapes: of the latest batch.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.latest: tuple[tuple[int, ...], ...] = ()
-        self._profiled = plan.input_shapes
-        self._said: set[tuple[tuple[int, ...], ...]] = set()
-        self._said_smaller = False
+    def __init__(self, plan: Plan, warn: PlanWarnings) -> None:
+        self.shapes: tuple[tuple[int, ...], ...] = ()
+        self._warn = warn
+        self._profiled, self._follows = plan.input_shapes, plan.batch_sized
+        self._seen: list[tuple[StorageWeakRef, int]] | None = None
 
     def check(self, arguments: Any) -> bool:
-        """Of all smaller batches one is named, of the larger ones each shape; whether this is one of them."""
-        self.latest = shapes = tuple(map(sizes_of, tensors_in(arguments)))
+        """Look at a batch; whether it has other shapes than the profiled one."""
+        tensors = tensors_in(arguments)
+        self._check_values(tensors)
+        self.shapes = shapes = tuple(map(sizes_of, tensors))
         # Arguments by name may come in another order, or be others than those of the workload.
         if not self._profiled or len(shapes) != len(self._profiled) or sorted(shapes) == sorted(self._profiled):
             return False
         if is_larger(sorted(shapes), sorted(self._profiled)):
-            if shapes not in self._said:
-                say_once(
-                    f"planner.apply: expected a batch of shapes {list(self._profiled)}, as profiled, got a larger one, "
-                    f"{list(shapes)}: it needs more memory than the plan promises. Profile the largest batch, or use "
-                    "auto_checkpoint(..., dynamic=True)"
-                )
-            self._said.add(shapes)
-        elif not self._said_smaller:
-            self._said_smaller = True
-            say_once(
+            self._warn.say(
+                f"planner.apply: expected a batch of shapes {list(self._profiled)}, as profiled, got a larger one, "
+                f"{list(shapes)}: it needs more memory than the plan promises. Profile the largest batch, or use "
+                "auto_checkpoint(..., dynamic=True)"
+            )
+        else:
+            self._warn.say(
                 f"planner.apply: a batch of shapes {list(shapes)} is smaller than the profiled one of "
-                f"{list(self._profiled)}: it needs less memory than the plan predicts"
+                f"{list(self._profiled)}: it needs less memory than the plan predicts",
+                about="a smaller batch",
             )
         return True
 
-
-class SameBatch:
-    """Says once that a batch is another one than before, where bytes follow the values of the batch.
-
-    Args:
-        plan: that the model has, which lists what follows them.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._follows = plan.batch_sized
-        self._seen: list[tuple[StorageWeakRef, int]] | None = None
-
-    def check(self, arguments: Any) -> None:
+    def _check_values(self, tensors: Sequence[Tensor]) -> None:
         """Compare the storages with those of the forward before, and how often they were changed in place."""
         if not self._follows:
             return
         # Such a reference keeps the storage's address from being used again, and none of its bytes.
-        given = [tensor for tensor in tensors_in(arguments) if has_storage(tensor)]
-        now = [(StorageWeakRef(storage_of(tensor)), tensor._version) for tensor in given]
+        now = [(StorageWeakRef(storage_of(tensor)), tensor._version) for tensor in tensors if has_storage(tensor)]
         if self._seen is not None and now != self._seen:
-            say_once(
+            self._warn.say(
                 "planner.apply: the batch is another one than in the step before, and the bytes of a step follow its "
                 f"values: the peak is not promised ({'; '.join(self._follows)}). Profile the batch that takes most, or "
                 "solve with headroom"
@@ -211,9 +198,11 @@ class ParameterChecks:
     Args:
         model: whose parameters they are.
         precision: of the plan, which says what they should be.
+        warn: gives the warnings.
     """
 
-    def __init__(self, model: nn.Module, precision: str) -> None:
+    def __init__(self, model: nn.Module, precision: str, warn: PlanWarnings) -> None:
+        self._warn = warn
         self._owned = parameter_tables(model)
         self._expected = {getattr(torch, name) for name in types_part(precision).split("+") if name}
         self._cast = "autocast" in precision
@@ -244,7 +233,7 @@ class ParameterChecks:
             got = "one that is frozen now, and a rate that was 0 and is not now"
         else:
             return
-        say_once(
+        self._warn.say(
             f"planner.apply: expected the parameters that were trained when the plan was applied, got {got}; the peak "
             "is not promised. Profile it as it is now"
         )
@@ -314,6 +303,7 @@ class Deviations:
     other_batch: bool = False
     other_inputs: bool = False
     turns: CheckTurns = field(default_factory=CheckTurns)
+<<<<<<< HEAD
 
     def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
         """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
@@ -325,3 +315,5 @@ class Deviations:
             larger = is_larger(shapes, stage.record.input_shapes)
             then = "the peak is not promised" if larger else "they are smaller and need less memory"
             warn_once(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")
+=======
+>>>>>>> cb3bdc68 (An applied plan is one session with the forward under way as its state, and one object gives its warnings)

@@ -15,7 +15,7 @@ from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine
 from planner.runtime.dropped_stage import DroppedProgram, DroppedStage, StepContext
-from planner.runtime.plan_checks import Deviations, warn_of_a_larger_step, warn_once
+from planner.runtime.plan_checks import Deviations, PlanWarnings, warn_of_a_larger_step
 from planner.runtime.schedule_runner import ScheduleRunner
 from planner.runtime.stage_programs import StagePrograms
 from planner.runtime.transfers import SavedTensorLog, TransferExecutor, before_backward
@@ -36,6 +36,7 @@ class PlannedStep:
     Args:
         plan, lowered, deviations, batch: as for ``StepContext``.
         programs: of the plan's captured stages.
+        warn: gives the warnings of the plan.
         engine: copies to and from host memory; None where nothing is sent.
     """
 
@@ -46,6 +47,7 @@ class PlannedStep:
         deviations: Deviations,
         batch: BatchCopies,
         programs: StagePrograms,
+        warn: PlanWarnings,
         engine: CopyEngine | None = None,
     ) -> None:
         self._plan = plan
@@ -54,10 +56,10 @@ class PlannedStep:
         self._dropped: weakref.WeakValueDictionary[int, DroppedStage] = weakref.WeakValueDictionary()
         self._latest: _Latest | None = None
         self._ran: set[int] = set()
-        self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped)
+        self._transfers = None if engine is None else TransferExecutor(plan, lowered, engine, self._dropped, warn)
         self._schedule = ScheduleRunner(lowered, len(plan.stages), self._dropped, self._transfers)
         before = self._schedule.before_backward
-        self._context = StepContext(plan, lowered, deviations, batch, self._transfers, before)
+        self._context = StepContext(plan, lowered, deviations, batch, self._transfers, warn, before)
         self._node_after_stage = self._first_node = next_node()
         self._own_nodes = 0  # those that no forward makes without a plan
 
@@ -89,9 +91,17 @@ class PlannedStep:
             module, forward, args, kwargs: as for ``run``.
         """
         kin = self._plan.stages[like]
+<<<<<<< HEAD
         how = "is recomputed as a whole" if kin.record.recomputable else "is kept"
         warn_once(name, f"it runs in a step though it did not when profiled; it {how}, and the peak is not promised")
         if not kin.record.recomputable:
+=======
+        how = "is recomputed as a whole" if kin.recomputable else "is kept"
+        self._context.warn.of_stage(
+            name, f"it runs in a step though it did not when profiled; it {how}, and the peak is not promised"
+        )
+        if not kin.recomputable:
+>>>>>>> cb3bdc68 (An applied plan is one session with the forward under way as its state, and one object gives its warnings)
             return forward(*args, **kwargs)
         position, first_node = len(self._plan.stages) + len(self._ran), next_node()
         stage = DroppedStage(position, module, forward, self._context, replace(kin, name=name, links=()))
@@ -110,7 +120,7 @@ class PlannedStep:
         """The model's forward is over, and has returned this."""
         made = next_node() - self._first_node - self._own_nodes
         if self._plan.forward_nodes and made > self._plan.forward_nodes:
-            warn_of_a_larger_step(made - self._plan.forward_nodes)
+            warn_of_a_larger_step(self._context.warn, made - self._plan.forward_nodes)
         if self._transfers is not None:
             last = len(self._plan.stages) - 1
             self._transfers.forward_done(last)  # The loss comes yet.
@@ -146,7 +156,7 @@ class PlannedStep:
         """Run a stage with autograd, which keeps what it saves, and hand what is to be sent to the transfers."""
         if self._transfers is None or not self._context.sends(position):
             return forward(*args, **kwargs)
-        self._context.deviations.check_shapes(self._plan.stages[position], tensors_in((args, kwargs)))
+        self._context.check_shapes(self._plan.stages[position], tensors_in((args, kwargs)))
         log = SavedTensorLog()
         with torch.autograd.graph.saved_tensors_hooks(log.pack, unpack):
             output = forward(*args, **kwargs)

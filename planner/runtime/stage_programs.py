@@ -11,7 +11,8 @@ from torch import nn
 from planner.plans.graph_solving import first_difference
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
-from planner.runtime.plan_checks import warn_once
+from planner.runtime.plan_checks import PlanWarnings
+from planner.runtime.stage_places import made_compiled
 from profiler.capture.call_program import BoundProgram, CallProgram, Compiled
 from profiler.capture.captured_call import CapturedCall, GradientLayouts
 from profiler.capture.captures import CallGuard, captured, captures_of
@@ -21,11 +22,15 @@ from profiler.records import MenuRecord
 from profiler.step_graph import StepRuns
 from profiler.tensors.tensor_parts import sizes_of
 from profiler.tensors.tensor_trees import tensors_in
-from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.compiled_forwards import CompiledForward, is_compiled, leave_uncompiled
 from profiler.workload.forward_patches import Forward, users_forward
 
 leave_uncompiled(__name__)
 
+_COMPILED = (
+    "apply: expected a plan from the profile of the compiled model, got one from the uncompiled one; gradients are the "
+    "same, the peak is not promised. Compile before planner.profile"
+)
 _OTHER_LAYOUT = "gradients of what it returns lie otherwise than when profiled, and may be off in their last bits"
 _MOST_FAILURES = 3  # to capture a stage: one may be called once with all of it frozen
 _MOST_CAPTURES = 4  # of one stage: what changes more often than that would be captured over and over
@@ -41,17 +46,27 @@ class _Bound(NamedTuple):
 class StagePrograms:
     """Finds the program of each call of a stage that the plan runs as one.
 
+    A stage that runs as compiled code stays compiled: it is recomputed as a whole instead, keeps less, and takes longer
+    in backward.
+
     Args:
         plan: the applied plan.
         lowered: what its schedule does at each stage.
         model: the model that it is applied to.
+        warn: gives the warnings of the plan.
         compiled: as for ``CallProgram``.
     """
 
     def __init__(
-        self, plan: Plan, lowered: LoweredSchedule, model: nn.Module, compiled: Compiled | None = None
+        self,
+        plan: Plan,
+        lowered: LoweredSchedule,
+        model: nn.Module,
+        warn: PlanWarnings,
+        compiled: Compiled | None = None,
     ) -> None:
-        self._plan, self._compiled = plan, compiled
+        self._plan, self._warn, self._compiled = plan, warn, compiled
+        self._selective = frozenset(lowered.selective)
         self._model = weakref.ref(model)
         options = dict(lowered.selective)
         for reruns in lowered.reruns.values():
@@ -60,6 +75,7 @@ class StagePrograms:
         self._programs: dict[tuple[int, StepRuns], CallProgram] = {}  # stages of several menus may share a call
         self._bound: dict[tuple[int, nn.Module], list[_Bound]] = {}  # another module may take a stage's place
         self._refused: set[int] = set()
+        self._looked_at: set[int] = set()  # whether they are compiled
         self._failures: Counter[int] = Counter()
 
     @property
@@ -71,9 +87,10 @@ class StagePrograms:
         """Whether the plan runs a stage as a program."""
         return position in self._options
 
-    def refuse(self, position: int) -> None:
-        """From now on a stage runs as no program."""
-        self._refused.add(position)
+    def check_model(self, forward: Forward) -> None:
+        """The model is about to be run with ``forward``."""
+        if isinstance(forward, CompiledForward) and not made_compiled(self._plan):
+            self._warn.say(_COMPILED)
 
     def program(
         self, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any
@@ -84,6 +101,8 @@ class StagePrograms:
             position: of the stage in the plan.
             module, forward, args, kwargs: the call.
         """
+        if position not in self._looked_at or isinstance(forward, CompiledForward):
+            self._check_compiled(position, module, forward)
         if position not in self._options or position in self._refused:
             return None
         why = ""
@@ -104,8 +123,26 @@ class StagePrograms:
                 if self._failures[position] == _MOST_FAILURES:
                     self._refused.add(position)
         stage = self._plan.stages[position]
-        warn_once(stage.name, f"it does not run as the program that was planned: {why}; it is recomputed as a whole")
+        self._warn.of_stage(
+            stage.name, f"it does not run as the program that was planned: {why}; it is recomputed as a whole"
+        )
         return None
+
+    def _check_compiled(self, position: int, module: nn.Module, forward: Forward) -> None:
+        """From now on a stage that runs as compiled code runs as no program."""
+        self._looked_at.add(position)
+        if not (isinstance(forward, CompiledForward) or is_compiled(module)):
+            return
+        self._refused.add(position)
+        if not made_compiled(self._plan):
+            self._warn.say(_COMPILED)
+        if position in self._selective:
+            stage = self._plan.stages[position]
+            self._warn.of_stage(
+                stage.name,
+                f"{stage.option} cannot be recomputed inside compiled code; it stays compiled and is recomputed as a "
+                "whole. Profile the compiled model for a plan without such choices",
+            )
 
     def _bind(self, position: int, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> _Bound:
         menu = self._plan.menus[self._plan.stages[position].menu]

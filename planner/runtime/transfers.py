@@ -15,7 +15,7 @@ from torch import Tensor
 from planner.plans.lowering import LoweredSchedule, Transfer, TransferMoment
 from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine, HostCopy, HostFetch, bytes_of
-from planner.runtime.plan_checks import warn_once
+from planner.runtime.plan_checks import PlanWarnings
 from profiler.op_graph import StageOps
 from profiler.recomputation.dropped_call import DroppedCall
 from profiler.recomputation.outer_hooks import SavedParameters
@@ -240,6 +240,7 @@ class TransferExecutor:
         plan, lowered: of the step.
         engine: copies the bytes.
         waiting: dropped stages by position, as far as the graph needs them.
+        warn: gives the warnings of the plan.
     """
 
     def __init__(
@@ -248,7 +249,9 @@ class TransferExecutor:
         lowered: LoweredSchedule,
         engine: CopyEngine,
         waiting: Mapping[int, DroppedCall],
+        warn: PlanWarnings,
     ) -> None:
+        self._warn = warn
         self._plan = plan
         self._lowered = lowered
         self._engine = engine
@@ -341,7 +344,7 @@ class TransferExecutor:
         self._units.setdefault((stage, None), {})[unit] = [weakref.ref(storage) for storage in storages]
 
     def _cannot(self, stage: int, why: str) -> None:
-        warn_once(self._plan.stages[stage].name, f"{why}; the peak is not promised")
+        self._warn.of_stage(self._plan.stages[stage].name, f"{why}; the peak is not promised")
 
 
 def _alive(references: Sequence[weakref.ref[OffloadedStorage]]) -> list[OffloadedStorage]:

@@ -12,7 +12,8 @@ from torch import nn
 
 from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
-from planner.runtime.applier import Handle, PlannedCalls, check_unplanned, install, register
+from planner.runtime.applier import Handle, PlanSession, check_unplanned, install, register
+from planner.runtime.plan_checks import PlanWarnings
 from planner.training.dynamic_profiles import Training, profiles_of
 from planner.training.input_signatures import ReadsSignatures, Signature, SignatureReader
 from planner.training.plan_cache import CACHE_SIZE, Entry, PlanCache, PlanStatus, without_shapes
@@ -169,8 +170,8 @@ class Switch:
         self.choosing_seconds = 0.0
         self._strict = strict
         self._model = weakref.ref(model)
-        self._calls: weakref.WeakKeyDictionary[Entry, tuple[Plan, PlannedCalls]] = weakref.WeakKeyDictionary()
-        self._now: PlannedCalls | None = None
+        self._calls: weakref.WeakKeyDictionary[Entry, tuple[Plan, PlanSession]] = weakref.WeakKeyDictionary()
+        self._now: PlanSession | None = None
 
     def whole(self, forward: Forward) -> Forward:
         """The model's own forward: chooses the plan and runs under it."""
@@ -196,7 +197,7 @@ class Switch:
 
         return run
 
-    def _choose(self, model: nn.Module, signature: Signature) -> PlannedCalls:
+    def _choose(self, model: nn.Module, signature: Signature) -> PlanSession:
         begin = time.perf_counter()
         entry = self.book.choose(signature)
         self.say(entry)
@@ -205,7 +206,8 @@ class Switch:
         if made is None or made[0] is not plan:
             # Only where such a batch was profiled are the shapes inside known: elsewhere they are not compared.
             acting = plan if status == "profiled" else without_shapes(plan)
-            made = self._calls[entry] = plan, PlannedCalls(acting, lower_schedule(plan.stages, plan.schedule), model)
+            lowered = lower_schedule(plan.stages, plan.schedule)
+            made = self._calls[entry] = plan, PlanSession(acting, lowered, model, PlanWarnings())
         self.handle.plan = plan
         self.choosing_seconds += time.perf_counter() - begin
         return made[1]

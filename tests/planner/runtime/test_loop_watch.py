@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import planner
 from planner.runtime import loop_watch
+from planner.runtime.plan_checks import PlanWarnings
 from profiler.measurement.device_memory import RequestedBytes
 from profiler.workload.workload import Workload
 
@@ -174,7 +175,7 @@ def test_on_cuda_others_on_the_device_are_no_part_of_a_steps_peak(
     counters = DeviceCounters(monkeypatch, now=now_bytes, peak=now_bytes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        watch = loop_watch.LoopWatch(plan, model, torch.device("cuda", 0), metered=True)
+        watch = loop_watch.LoopWatch(plan, model, torch.device("cuda", 0), PlanWarnings(), metered=True)
         watch.forward_begins()
         counters.run_step(model, step_bytes, left_bytes=2**25)  # The first step makes a workspace, which stays.
         watch.forward_begins()
