@@ -43,8 +43,7 @@ from profiler.recomputation.saved_tensors import (
     undefined_memory_shown,
     version_of,
 )
-from profiler.tensors.tensor_parts import has_storage, storage_key
-from profiler.tensors.tensor_parts import sizes_of
+from profiler.tensors.tensor_parts import has_storage, sizes_of, storage_key
 from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 
@@ -88,12 +87,12 @@ class StepContext:
 
     def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
         """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
-        if self.deviations.other_batch or self.deviations.other_inputs or not stage.input_shapes:
+        if self.deviations.other_batch or self.deviations.other_inputs or not stage.record.input_shapes:
             return
         shapes = [*map(sizes_of, inputs)]
-        if shapes != list(stage.input_shapes):
+        if shapes != list(stage.record.input_shapes):
             self.deviations.other_inputs = True
-            larger = is_larger(shapes, stage.input_shapes)
+            larger = is_larger(shapes, stage.record.input_shapes)
             then = "the peak is not promised" if larger else "they are smaller and need less memory"
             self.warn.of_stage(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")
 

@@ -234,13 +234,8 @@ class LoopWatch:
         self._makers: dict[int, tuple[weakref.ref[Any], str]] = {}  # of storages, the innermost modules
         # Whose outputs are held is looked for once some are: hooks on every module would slow all first forwards.
         self._names: Literal["unknown", "wanted", "seen"] = "unknown"
-<<<<<<< HEAD
-        self._said: set[str] = set()
-        if plan.in_flight and device.type == "cpu":
-=======
         self._warn = warn
-        if plan.beside and device.type == "cpu":
->>>>>>> cb3bdc68 (An applied plan is one session with the forward under way as its state, and one object gives its warnings)
+        if plan.in_flight and device.type == "cpu":
             metered = False  # Several micro-batches are in flight as one of them begins.
         self._peak = LoopPeak(plan, model, device) if metered else None
 

@@ -303,17 +303,3 @@ class Deviations:
     other_batch: bool = False
     other_inputs: bool = False
     turns: CheckTurns = field(default_factory=CheckTurns)
-<<<<<<< HEAD
-
-    def check_shapes(self, stage: PlannedStage, inputs: Sequence[Tensor]) -> None:
-        """Warn once where the input of a stage has other shapes than when profiled, and the batch does not say so."""
-        if self.other_batch or self.other_inputs or not stage.record.input_shapes:
-            return
-        shapes = [*map(sizes_of, inputs)]
-        if shapes != list(stage.record.input_shapes):
-            self.other_inputs = True
-            larger = is_larger(shapes, stage.record.input_shapes)
-            then = "the peak is not promised" if larger else "they are smaller and need less memory"
-            warn_once(stage.name, f"its input has other shapes than when profiled, {shapes}; {then}")
-=======
->>>>>>> cb3bdc68 (An applied plan is one session with the forward under way as its state, and one object gives its warnings)

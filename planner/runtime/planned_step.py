@@ -91,20 +91,15 @@ class PlannedStep:
             module, forward, args, kwargs: as for ``run``.
         """
         kin = self._plan.stages[like]
-<<<<<<< HEAD
         how = "is recomputed as a whole" if kin.record.recomputable else "is kept"
-        warn_once(name, f"it runs in a step though it did not when profiled; it {how}, and the peak is not promised")
-        if not kin.record.recomputable:
-=======
-        how = "is recomputed as a whole" if kin.recomputable else "is kept"
         self._context.warn.of_stage(
             name, f"it runs in a step though it did not when profiled; it {how}, and the peak is not promised"
         )
-        if not kin.recomputable:
->>>>>>> cb3bdc68 (An applied plan is one session with the forward under way as its state, and one object gives its warnings)
+        if not kin.record.recomputable:
             return forward(*args, **kwargs)
         position, first_node = len(self._plan.stages) + len(self._ran), next_node()
-        stage = DroppedStage(position, module, forward, self._context, replace(kin, name=name, links=()))
+        like_kin = replace(kin, record=replace(kin.record, name=name, links=()))
+        stage = DroppedStage(position, module, forward, self._context, like_kin)
         output = self._run_dropped(stage, None, args, kwargs, expects_links=True)
         self._ran.add(position)
         self._latest = None
