@@ -101,7 +101,7 @@ def rows_of(name: str, device: str, link_gbps: float | None, menus: bool) -> Ite
             }
 
 
-def _chosen(advice: planner.Advice) -> Iterator[tuple[str, Combination]]:
+def _chosen(advice: planner.results.Advice) -> Iterator[tuple[str, Combination]]:
     """The two that are recommended, and every lever alone whose seconds are known."""
     if advice.exact is not None:
         yield "same result", advice.exact

@@ -101,7 +101,7 @@ def planned(
     plan: planner.Plan,
     workload: planner.Workload,
     expected: list[Tensor],
-    plain: planner.Measurement,
+    plain: planner.results.Measurement,
     repeats: int,
 ) -> dict[str, Any]:
     """What a plan was measured to do to a compiled model."""

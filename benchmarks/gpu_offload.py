@@ -44,7 +44,7 @@ def rows_of(name: str, device: str, tiny: bool, rounds: int) -> Iterator[dict[st
         request = planner.Offload(mode=mode, link_gbps=TINY_LINK_GBPS if profile.link is None else None)
         try:
             plans[mode] = planner.solve(profile, theirs_bytes, offload=request)
-        except (planner.Infeasible, planner.NothingFound) as refusal:
+        except planner.Infeasible as refusal:
             print(f"{name}, offload {mode}: {refusal}")
             plans[mode] = planner.solve(profile, refusal.minimum_budget_bytes, offload=request)
     steps = {"plain": timed_step(workload), "save_on_cpu": sent_by_torch}

@@ -43,11 +43,11 @@ def full(budget: str) -> Full:
     return Full(rows=tuple(rows), notes=tuple(notes))
 
 
-def rows_of(found: planner.MaxBatch, form: str) -> list[Row]:
+def rows_of(found: planner.results.MaxBatch, form: str) -> list[Row]:
     """The limits of a search as rows; a way that is not open, or fits nothing, has none."""
     rows: list[Row] = []
     for key, way in MODE_NAMES.items():
-        limit: planner.Limit = getattr(found, key)
+        limit: planner.results.Limit = getattr(found, key)
         if not limit.size:
             continue
         rows.append(

@@ -82,7 +82,7 @@ def rows_of(name: str, device: str, budget: str, offload: planner.Offload) -> It
     oracle = Oracle(make, budget_bytes, offload)
     tried = 0
     for way in MODE_NAMES:
-        limit: planner.Limit = getattr(found, way)
+        limit: planner.results.Limit = getattr(found, way)
         tried = oracle.limit(way, tried)
         # Which programs a profile has depends on the seconds of ops: the search's plan may be the better one.
         true = max(tried, limit.size or 0) if limit.confirmed else tried

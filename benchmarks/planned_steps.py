@@ -22,7 +22,7 @@ def bounds_of(profile: planner.Profile, search_seconds: float | None) -> dict[st
     """The smallest budget that is known to be feasible, and the unplanned peak."""
     try:
         planner.solve(profile, 1, time_limit_seconds=search_seconds)
-    except (planner.Infeasible, planner.NothingFound) as error:
+    except planner.Infeasible as error:
         return {"smallest_bytes": error.minimum_budget_bytes, "unplanned_bytes": profile.unplanned_peak_bytes}
     raise AssertionError("a budget of one byte cannot be feasible")
 

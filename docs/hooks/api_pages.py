@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 from docs.hooks.rooms_table import each_room, first_sentence, modules_of, rooms
 
 SECTION = "API reference"
-_PUBLIC = re.compile(r"^<!-- public names of (\w+) -->$", re.M)
+_PUBLIC = re.compile(r"^<!-- public names of ([\w.]+) -->$", re.M)
 _ROOMS = re.compile(r"^<!-- rooms of (\w+) -->$", re.M)
 
 
@@ -81,7 +81,7 @@ def _parent(path: str) -> str:
 def public_places() -> dict[str, str]:
     """Where each public name is defined, and what users write for it: its name in the first package that has it."""
     found: dict[str, str] = {}
-    for package in ("planner", *rooms()):
+    for package in ("planner", "planner.errors", "planner.results", *rooms()):
         for name, path in _exported(package).items():
             found.setdefault(path, f"{package}.{name}")
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from planner.plans.plan import Plan
-from planner.plans.refusals import Infeasible, NoPlanStatus
+from planner.plans.refusals import Infeasible
 from planner.units import format_bytes
 
 TrainingMode = Literal["none", "recompute", "offload"]
@@ -112,16 +112,13 @@ class NoBatch(Infeasible):
             reason=refusal.reason,
             solver=refusal.solver,
             budget_bytes=refusal.budget_bytes,
+            proven=refusal.proven,
             lower_bound_seconds=refusal.lower_bound_seconds,
             solve_seconds=refusal.solve_seconds,
         )
 
     def __reduce__(self) -> Any:
         return functools.partial(NoBatch, self.refusal, vary=self.vary, size=self.size, states=self.states), ()
-
-    @property
-    def status(self) -> NoPlanStatus:
-        return self.refusal.status
 
     @property
     def short_bytes(self) -> int:

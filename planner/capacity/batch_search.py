@@ -10,11 +10,11 @@ from planner.capacity.batch_limits import MaxBatch, NoBatch, StateBytes
 from planner.capacity.limit_search import LimitSearch, PredictedLimits, SearchStart, doubling_steps, search_start
 from planner.capacity.scaling import IncompatibleProfiles, PerSizeProfiles, ProfileScaling, scaling_over, with_size
 from planner.capacity.step_trial import Build, release
-from planner.distributed.collective import profile
 from planner.distributed.ranks import together
 from planner.distributed.sharding import Engine, sharded_together
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
+from planner.plans.profiling import profile
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import plan_with_headroom, quick_plan, why_no_offload
 from planner.targets import build_target

@@ -23,7 +23,7 @@ from planner.capacity.levers import (
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible
-from planner.plans.solving import SEARCH_SECONDS, least_budget_bytes, quick_plan, solve
+from planner.plans.solving import SEARCH_SECONDS, find_plan, least_budget_bytes, quick_plan
 from profiler.records import Profile
 from profiler.state_bytes import states_bytes
 from profiler.workload.steps import ProfileError
@@ -329,7 +329,7 @@ def with_better_plan(options: LeverOptions, costed: CostedCombination) -> Costed
         return costed
     offload = _offload_for(options, chosen.recipe)
     profile = costed.variant.profile
-    plan = solve(profile, options.budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
+    plan = find_plan(profile, options.budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
     faster = costed.variant.batch_seconds(plan.predicted_seconds) < (chosen.seconds or 0.0)
     return _with_plan(costed, plan) if faster else costed
 

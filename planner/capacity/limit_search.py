@@ -24,7 +24,7 @@ from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible
-from planner.plans.solving import SEARCH_SECONDS, quick_plan, solve, why_no_offload
+from planner.plans.solving import SEARCH_SECONDS, find_plan, quick_plan, why_no_offload
 from planner.targets import NoTarget
 from planner.units import format_bytes
 from profiler.agreement import made_by_rank0
@@ -196,7 +196,7 @@ class PredictedLimits:
             quick_plan(profile, budget_bytes, offload)
         except Infeasible as refusal:
             return quick_plan(profile, refusal.minimum_budget_bytes, offload)
-        return solve(profile, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
+        return find_plan(profile, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
 
     def _offload_in(self, mode: TrainingMode) -> Offload:
         return self._offload if mode == "offload" else Offload(mode="never")

@@ -11,7 +11,6 @@ from rich.console import Group, RenderableType
 
 from planner.capacity.advice_report import activation_tables, breakdown_document, memory_table
 from planner.capacity.workload_variants import samples_of
-from planner.distributed.collective import profile
 from planner.distributed.sharding import Engine, check_engine, sharded
 from planner.distributed.simulated_ranks import check_simulated, simulate_collectives, simulated_group
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
@@ -19,6 +18,7 @@ from planner.explain.tables import Facts, PlainTable, facts, plain_table
 from planner.plans.cost_model import chain_of
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.plan import Plan
+from planner.plans.profiling import profile
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import quick_plan
 from planner.targets import build_target

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from planner.capacity.step_trial import Build, has_room, release
-from planner.distributed.collective import profile, profile_programs
+from planner.plans.profiling import profile, profile_programs
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress

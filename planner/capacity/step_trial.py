@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.distributed.collective import apply, measure, profile
 from planner.plans.plan import Plan
+from planner.plans.profiling import profile
+from planner.runtime.applier import apply, measure
 from profiler.agreement import any_rank, gathered
 from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out, room_bytes
 from profiler.measurement.profiling import first_plain_step

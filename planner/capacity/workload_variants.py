@@ -12,9 +12,8 @@ from torch import nn
 
 from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling
 from planner.capacity.step_trial import release
-from planner.distributed.collective import profile
 from planner.plans.cost_model import chain_of
-from planner.plans.profiling import with_pieces
+from planner.plans.profiling import profile, with_pieces
 from planner.targets import NoTarget, build_target
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress

@@ -233,7 +233,7 @@ def compare_command(
     """Apply every solver's plan for one budget in turn: predicted and measured peaks and times side by side."""
     from planner.cli import documents
     from planner.cli.comparison_tables import comparison_report
-    from planner.distributed.collective import profile
+    from planner.plans.profiling import profile
     from planner.plans.refusals import Infeasible
     from planner.report.command_results import section_of_comparison
     from planner.training.solver_comparison import compare_solvers

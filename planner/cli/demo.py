@@ -20,7 +20,7 @@ from planner.explain.pareto_plot import draw_pareto
 from planner.explain.tables import facts
 from planner.plans.pareto_curves import pareto
 from planner.plans.profiling import profile
-from planner.plans.solving import solve
+from planner.plans.solving import find_plan
 from planner.runtime.applier import apply
 from planner.training.solver_comparison import seconds_in_turns
 from planner.training.training import train_steps
@@ -56,7 +56,7 @@ def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.
     frame = pareto(measured)
     smallest, whole = min(map(int, frame["budget_bytes"])), measured.unplanned_peak_bytes
     show(f"   {_said(whole, measured.unplanned_seconds)}; plans reach down to {format_bytes(smallest)}\n")
-    plan = solve(measured, smallest + int(BUDGET_PART * (whole - smallest)))
+    plan = find_plan(measured, smallest + int(BUDGET_PART * (whole - smallest)))
     show(
         f"2. Plan for a budget of {format_bytes(plan.budget_bytes)}\n",
         solution_report(summary_of_plan(plan)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from planner.plans.plan import Plan
-from planner.plans.refusals import NoPlan
+from planner.plans.refusals import Infeasible
 from planner.training.oom_report import failure_document
 from profiler.records import OpRecord, Profile, StageRecord
 
@@ -27,7 +27,7 @@ _UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "re
 
 
 def refusal_document(
-    refusal: NoPlan, *, unplanned_peak_bytes: int, unplanned_seconds: float, resident_bytes: int
+    refusal: Infeasible, *, unplanned_peak_bytes: int, unplanned_seconds: float, resident_bytes: int
 ) -> dict[str, Any]:
     """What ``solve --json`` says where there is no schedule: the smallest feasible budget known, and what forces it."""
     return {

@@ -13,9 +13,9 @@ from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import Interrupted
 from planner.plans.problem_files import Source, all_bytes
-from planner.plans.refusals import NoPlan, require_schedule
+from planner.plans.refusals import Infeasible, require_schedule
 from planner.plans.rules import Rules
-from planner.plans.solving import Numerics, solve
+from planner.plans.solving import Numerics, find_plan
 from planner.plans.stated_plan import state
 from planner.units import parse_bytes
 from profiler.records import Profile
@@ -77,7 +77,7 @@ def solve_source(
     After Ctrl-C the best that was found until then, marked ``interrupted``.
 
     Raises:
-        NoPlan: no schedule came out.
+        Infeasible: no schedule came out.
         KeyboardInterrupt: Ctrl-C was pressed before there was any.
         ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
     """
@@ -101,7 +101,7 @@ def solve_source(
         if rules is not None:
             plan = state(source, rules, budget=budget, **search)
         else:
-            plan = solve(source, _given(budget), offload=offload or Offload(), numerics=numerics, **search)
+            plan = find_plan(source, _given(budget), offload=offload or Offload(), numerics=numerics, **search)
     except Interrupted as stop:
         plan = stop.plan
     assert isinstance(plan, Plan)
@@ -149,7 +149,7 @@ def search_seconds(source: Source, time_limit: float | None, of_graph_seconds: f
     return of_graph_seconds or (LARGE_GRAPH_SECONDS if len(source.nodes) > LARGE_GRAPH_NODES else GRAPH_SECONDS)
 
 
-def refusal_of(refusal: NoPlan, source: Source) -> dict[str, Any]:
+def refusal_of(refusal: Infeasible, source: Source) -> dict[str, Any]:
     """What ``solve --json`` says where no schedule came out."""
     return refusal_document(refusal, **_unplanned(source))
 
@@ -184,8 +184,7 @@ def solve_graph_problem(
     """Solve a graph for ``budget``; the summary of its solution, and the schedule.
 
     Raises:
-        Infeasible: nothing fits.
-        NothingFound: nothing was found, and nothing ruled out.
+        Infeasible: nothing was found; its ``proven`` says whether nothing fits.
         ValueError: unknown solver, an impossible time limit or gap, or a budget that does not parse.
     """
     unplanned = unplanned_replay(graph)

@@ -79,7 +79,7 @@ def profile_command(
     """
     from planner.cli import documents
     from planner.cli.tables import ops_report, profile_report
-    from planner.distributed.collective import profile
+    from planner.plans.profiling import profile
     from planner.plans.rules import Rules
 
     check_folder(output)
@@ -133,7 +133,7 @@ def profile_of_target(
     workload: Workload, target: TargetRecord, progress: Progress, numerics: Numerics = "eager"
 ) -> Profile:
     """The profile of a target's workload, which records the target."""
-    from planner.distributed.collective import profile
+    from planner.plans.profiling import profile
 
     return replace(profile(workload, progress=progress, numerics=numerics), target=target)
 

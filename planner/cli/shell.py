@@ -130,13 +130,13 @@ class PlannerGroup(TyperGroup):
             _refuse(usage_in_words(error, name))
             raise typer.Exit(WRONG_INPUT) from error
         except ValueError as error:
-            from planner.plans.refusals import NoPlan
+            from planner.plans.refusals import Infeasible
 
             command = self.get_command(ctx, ctx.invoked_subcommand) if ctx.invoked_subcommand else None
             message = naming_option(str(error), command.params if command is not None else ())
             if _talk.traceback:
                 complain("".join(traceback.format_exception(error)))
-            if isinstance(error, NoPlan):
+            if isinstance(error, Infeasible):
                 known = {name: getattr(error, name) for name in ("budget_bytes", "minimum_budget_bytes", "reason")}
                 _refuse(message, error.status, known)
                 raise typer.Exit(NO_PLAN) from error

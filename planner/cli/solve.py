@@ -102,7 +102,7 @@ def solve_command(
     from planner.cli.solution_summary import summary_of_plan
     from planner.cli.tables import solution_report, verification_report
     from planner.plans import problem_files
-    from planner.plans.refusals import NoPlan
+    from planner.plans.refusals import Infeasible
     from planner.plans.rules import Rules
     from profiler.json_files import write_document
 
@@ -130,7 +130,7 @@ def solve_command(
                 headroom=headroom,
                 numerics=numerics_of(allow_rounding),
             )
-    except NoPlan as refusal:
+    except Infeasible as refusal:
         if as_json:
             show_json(problem_solving.refusal_of(refusal, source))
         raise

@@ -26,12 +26,11 @@ from planner.cli.shell import (
     show_json,
     working,
 )
-from planner.distributed.rank_failures import RankError
+from planner.distributed.ranks import RankError
 from planner.distributed.sharding import Engine, sharded_together
-from planner.distributed.solving import solve
 from planner.explain.tables import losses_in_short
 from planner.plans.plan import Plan, chain_in
-from planner.plans.solving import Numerics
+from planner.plans.solving import Numerics, solve
 from planner.report.command_results import measured_of_training
 from planner.report.page import write_report
 from planner.report.snapshot import write_snapshot
@@ -106,7 +105,7 @@ def run_train(
 
     Raises:
         typer.Exit: memory ran out for good, which has been said.
-        NoPlan: nothing fits the budget.
+        Infeasible: nothing fits the budget.
         ValueError: as ``PlanRequest.read`` and ``train_planned``.
     """
     check_folder(save_plan)

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import torch.distributed
 from torch import nn
 
-from planner.distributed.collective import apply, profile
-from planner.distributed.solving import solve
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.plan import Plan
-from planner.plans.refusals import NoPlan
-from planner.plans.solving import Numerics, check_numerics
-from planner.runtime.applier import Handle
+from planner.plans.profiling import profile
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import Numerics, check_numerics, solve
+from planner.runtime.applier import Handle, apply
 from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
 from planner.training.input_signatures import Signature, signature_of
 from planner.training.verification import can_verify, verify as verified
@@ -191,7 +190,7 @@ class BudgetedTraining:
         else:
             try:
                 plan = solve(measured, self._budget_bytes, **chosen)
-            except NoPlan as refusal:
+            except Infeasible as refusal:
                 least_bytes = refusal.minimum_budget_bytes
                 warn_caller(
                     f"{_PLACE}: the model has changed since its first step, and no plan keeps it within the budget of "

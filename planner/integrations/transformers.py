@@ -12,7 +12,7 @@ import torch
 from planner.integrations.budgeted_training import BudgetedTraining
 from planner.integrations.optional_packages import require
 from planner.plans.offload_request import Offload, OffloadMode
-from planner.plans.refusals import NoPlan
+from planner.plans.refusals import Infeasible
 from planner.plans.solving import Numerics
 from profiler.measurement.device_memory import ran_out
 from profiler.workload.steps import ProfileError, causes_of
@@ -174,7 +174,7 @@ def _check_arguments(args: Any) -> None:
 
 
 def _is_shortage(error: ValueError) -> bool:
-    return isinstance(error, NoPlan) or (isinstance(error, ProfileError) and any(map(ran_out, causes_of(error))))
+    return isinstance(error, Infeasible) or (isinstance(error, ProfileError) and any(map(ran_out, causes_of(error))))
 
 
 @contextmanager

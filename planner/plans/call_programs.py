@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.plans.graph_solving import GraphSearch, order_within
-from planner.plans.refusals import NoPlan
+from planner.plans.refusals import Infeasible
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
@@ -167,7 +167,7 @@ def _runs_within(step: StepGraph, room: CallRoom, search: GraphSearch) -> StepRu
     )
     try:
         return order_within(most_bytes, step, around, step_problem(step, around), search)
-    except NoPlan:
+    except Infeasible:
         return None
 
 
@@ -176,7 +176,7 @@ def _least_peak(step: StepGraph, search: GraphSearch, *, between_bytes: int = 0)
     around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=between_bytes)
     try:
         order_within(1, step, around, step_problem(step, around), search)
-    except NoPlan as refusal:
+    except Infeasible as refusal:
         return refusal.minimum_budget_bytes
     return 1
 

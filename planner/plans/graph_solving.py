@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from planner.plans.refusals import NothingFound, require_schedule
+from planner.plans.refusals import Infeasible, require_schedule
 from planner.steps.graph_problem import StepProblem, StepSurroundings
 from profiler.step_graph import StepGraph, StepRuns
 from solvers.graph.registry import DEFAULT_GAP, GraphSolution, solve_graph
@@ -32,8 +32,7 @@ def order_within(
     Where the replay of an order is above the budget, the next one is found in less room.
 
     Raises:
-        Infeasible: nothing fits; carries the smallest budget known to be feasible.
-        NothingFound: nothing was found, and nothing ruled out.
+        Infeasible: nothing was found; carries the smallest budget known to be feasible.
         KeyboardInterrupt: Ctrl-C was pressed.
     """
     least_bytes, room_bytes = 0, budget_bytes
@@ -50,11 +49,12 @@ def order_within(
             return runs
         least_bytes = min(least_bytes or peak_bytes, peak_bytes)
         room_bytes -= peak_bytes - budget_bytes
-    raise NothingFound(
+    raise Infeasible(
         minimum_budget_bytes=least_bytes,
         reason="the orders that were found hand over what forward returns and nobody holds",
         solver=search.solver,
         budget_bytes=budget_bytes,
+        proven=False,
     )
 
 

@@ -7,12 +7,11 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from planner.units import format_bytes, format_seconds
 from profiler.records import LeftOutRecord
-from solvers.problem.solution import OF_A_NODE, AnySchedule, Solution
+from solvers.problem.solution import AnySchedule, Solution
 
 # A budget of so few bytes, where a real step needs so many, is a share whose % was forgotten.
 _MOST_SHARE, _REAL_BYTES = 100, 2**16
@@ -22,29 +21,29 @@ FEWER_STATES = (
     "raise the budget, or take another optimizer or precision (planner advise compares them), or a smaller model"
 )
 
-NoPlanStatus = Literal["infeasible", "unknown"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class NoPlan(ValueError):
-    """No schedule came out, and what is known instead.
+class Infeasible(ValueError):
+    """No plan came out for a budget, and what is known instead.
 
     Attributes:
         minimum_budget_bytes: the smallest budget that is known to be feasible.
         reason: the stage and moment, or the node, that force it.
         solver: the method that was asked.
-        budget_bytes: what was asked for.
+        budget_bytes: the requested budget.
+        proven: whether no plan can fit; else the search ended without one.
         lower_bound_seconds: of a whole step; None where nothing finite is known.
         solve_seconds: time that the solver took; None where it is not known.
         remedy: what to do.
-        left_out: blocks that keep much and cannot run again.
-        unplanned_peak_bytes: what the budget was asked for as a share of; 0 where it was asked for in bytes.
+        left_out: blocks that keep much and cannot be recomputed.
+        unplanned_peak_bytes: the peak that the budget was given as a share of; 0 for a budget in bytes.
     """
 
     minimum_budget_bytes: int
     reason: str
     solver: str
     budget_bytes: int
+    proven: bool = True
     lower_bound_seconds: float | None = None
     solve_seconds: float | None = None
     remedy: str = "raise the budget, make the batch smaller"
@@ -52,19 +51,31 @@ class NoPlan(ValueError):
     unplanned_peak_bytes: int = 0
 
     @property
-    def status(self) -> NoPlanStatus:
-        """``infeasible``: it is proven that there is none; ``unknown``: it is not."""
-        raise NotImplementedError
+    def status(self) -> Literal["infeasible", "unknown"]:
+        """``infeasible``: it is proven that no plan fits; ``unknown``: it is not."""
+        return "infeasible" if self.proven else "unknown"
 
     def __post_init__(self) -> None:
         super().__init__(self._message())
+
+    def _message(self) -> str:
+        unproven = "" if self.proven else f"{self._unproven}; "
+        more_time = "" if self.proven else "allow more time, or "
+        or_auto = "" if self.solver == "auto" else " or try solver 'auto'"
+        return (
+            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
+            f"{unproven}{more_time}{self.remedy}{or_auto}"
+        )
 
     def __reduce__(self) -> Any:
         attributes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return functools.partial(type(self), **attributes), ()
 
-    def _message(self) -> str:
-        raise NotImplementedError
+    @property
+    def _unproven(self) -> str:
+        spent = "" if self.solve_seconds is None else f" in {format_seconds(self.solve_seconds)}"
+        bound = "" if self.lower_bound_seconds is None else f", any would take {self.lower_bound_seconds:.6g} s or more"
+        return f"no plan was found{spent}, and it is not proven that there is none{bound}"
 
     @property
     def _asked(self) -> str:
@@ -79,69 +90,20 @@ class NoPlan(ValueError):
         return f"{self.minimum_budget_bytes} bytes ({format_bytes(self.minimum_budget_bytes)}{share})"
 
     def _share(self, size: int, whole: Callable[[float], int]) -> str:
-        """Of the unplanned peak, where the budget was one, rounded so that it is within what is told."""
+        """The share of the unplanned peak, where the budget was one, rounded so that it is within what is told."""
         if not self.unplanned_peak_bytes:
             return ""
         tenths = whole(size * 1000 / self.unplanned_peak_bytes)
         return f", {tenths / 10:g}% of the unplanned peak"
 
-    @property
-    def _advised(self) -> str:
-        return f"{self.remedy}; or " if self.left_out else ""
-
-    @property
-    def _or_auto(self) -> str:
-        return "" if self.solver == "auto" else " or try solver 'auto'"
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class Infeasible(NoPlan):
-    """No plan fits the budget; ``minimum_budget_bytes`` is the smallest one that is known to be enough.
-
-    Of plans of stages it is raised where nothing was found and nothing ruled out, too: ``status`` is ``unknown`` then.
-
-    Attributes:
-        proven: that none fits.
-    """
-
-    proven: bool = True
-
-    @property
-    def status(self) -> NoPlanStatus:
-        return "infeasible" if self.proven else "unknown"
-
-    def _message(self) -> str:
-        unproven = "" if self.proven else "no plan was found, and it is not proven that there is none; "
-        return (
-            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
-            f"{unproven}{self.remedy}{self._or_auto}"
-        )
-
-
-class NothingFound(NoPlan):
-    """The search ended without a schedule, and without a proof that there is none."""
-
-    @property
-    def status(self) -> NoPlanStatus:
-        return "unknown"
-
-    def _message(self) -> str:
-        spent = "" if self.solve_seconds is None else f" in {format_seconds(self.solve_seconds)}"
-        bound = "" if self.lower_bound_seconds is None else f", any would take {self.lower_bound_seconds:.6g} s or more"
-        return (
-            f"budget: expected a schedule within it, got none{spent} for {self._asked}; it is not proven that there is "
-            f"none{bound}; the smallest budget known to be feasible is {self._known}: {self.reason}; "
-            f"{self._advised}allow more time, raise the budget{self._or_auto}"
-        )
-
 
 def require_schedule(
     solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
 ) -> Solution[AnySchedule]:
-    """The solution itself, where it has a schedule.
+    """Returns the solution itself, where it has a schedule.
 
     Raises:
-        Infeasible, NothingFound: it has none; of a chain always the first, which says by its status what is proven.
+        Infeasible: it has none.
         KeyboardInterrupt: by Ctrl-C.
     """
     if solution.schedule is not None:
@@ -150,14 +112,13 @@ def require_schedule(
         raise KeyboardInterrupt
     assert solution.shortage is not None
     bound = solution.lower_bound_seconds + seconds_outside_chain
-    of_stages = partial(Infeasible, proven=solution.status == "infeasible")
-    unproven_of_ops = solution.shortage.moment == OF_A_NODE and solution.status != "infeasible"
-    raise (NothingFound if unproven_of_ops else of_stages)(
+    raise Infeasible(
         minimum_budget_bytes=solution.shortage.minimum_budget_bytes,
         reason=solution.shortage.reason,
         solver=solver,
         budget_bytes=budget_bytes,
+        proven=solution.status == "infeasible",
         lower_bound_seconds=bound if math.isfinite(bound) else None,
         solve_seconds=solution.solve_seconds,
-        remedy=FEWER_STATES if solution.shortage.moment == "optimizer" else NoPlan.remedy,
+        remedy=FEWER_STATES if solution.shortage.moment == "optimizer" else Infeasible.remedy,
     )

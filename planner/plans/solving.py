@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from planner.plans.call_programs import with_exact_programs
 from planner.plans.cost_model import chain_of, lone_chain_of
@@ -19,7 +20,7 @@ from planner.plans.offload_request import Offload, OffloadMode, offload_from, us
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
 from planner.plans.program_bound import chain_with_any_programs
-from planner.plans.refusals import FEWER_STATES, NoPlan, require_schedule
+from planner.plans.refusals import FEWER_STATES, Infeasible, require_schedule
 from planner.plans.stage_decisions import (
     accepted_by,
     undecided_stages,
@@ -28,6 +29,7 @@ from planner.plans.stage_decisions import (
     with_units_gathered,
 )
 from planner.units import format_bytes, parse_bytes
+from profiler.progress import tell
 from profiler.records import MenuRecord, Profile
 from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
@@ -35,6 +37,9 @@ from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.chain.minimum_memory import shortage
 from solvers.problem.deadline import Deadline
+
+if TYPE_CHECKING:
+    from planner.distributed.ranks import Ranks
 
 OFFLOAD_ONLY = "offload_only"
 Reshard = Literal["profiled", "solve"]
@@ -61,8 +66,86 @@ def solve(
     reshard: Reshard = "profiled",
     numerics: Numerics = "eager",
 ) -> Plan:
-    """What ``planner.solve`` does in the process that solves; arguments and errors are as there."""
+    """Choose what to keep, recompute and offload so that the step's true peak stays within ``budget``.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this: the first one solves, and all
+    get its plan. The budget is that of each device, and the predicted peak that of the worst rank. In a pipeline each
+    rank solves for its own stage, and gets its own plan.
+
+    Args:
+        profile: a Profile, or the path of its file.
+        budget: bytes, ``"8GiB"``, ``"512MiB"`` or ``"70%"`` of the unplanned peak.
+        solver: a name of ``solvers.solver_names()``.
+        time_limit_seconds: for solvers that search, and the programs of captured stages.
+        offload: ``"auto"`` (where the profile has a link to host memory), ``"never"``, ``"only"``, or an ``Offload``
+            that says how fast the link is and how much the host may hold.
+        headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
+        reshard: of stages that are units of ``fully_shard``, whether they give their parameters back after forward:
+            ``"profiled"``, as they did then, or ``"solve"``: some may keep them, for one gather less.
+        numerics: ``"eager"``, the very bits of the step without a plan; or ``"compiled"``: stages whose captured ops
+            round otherwise than their own code (``MenuRecord.opaque`` says so) may run as programs, too; or
+            ``"rounding"``: beside that the head and the loss may run in pieces, where the profile was made so.
+
+    Returns:
+        The plan, replayed in exact bytes, with its bound.
+
+    Raises:
+        Infeasible: no plan was found; its status says whether it is proven that none fits, and it carries the
+            smallest budget known to be enough. On all ranks.
+        RankError: one rank failed, or ranks gave different profiles or budgets.
+        ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
+            nothing can be sent.
+    """
+    tell("planner", f"solving for a budget of {format_bytes(budget) if isinstance(budget, int) else budget}")
     profile = given_profile(profile, "solve")
+
+    def find() -> Plan:
+        return find_plan(
+            profile,
+            budget,
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            offload=offload,
+            headroom=headroom,
+            reshard=reshard,
+            numerics=numerics,
+        )
+
+    ranks = _ranks_if_any()
+    if ranks is None:
+        plan = find()
+    else:
+        with ranks.together("solve"):
+            if profile.in_flight:
+                plan = find()
+            else:
+                ranks.check_same("solve", {"profile": profile.fingerprint, "budget": budget})
+                plan = ranks.made_by_rank0(find)
+    tell("planner", plan.in_one_line())
+    return plan
+
+
+def _ranks_if_any() -> Ranks | None:
+    torch_distributed = sys.modules.get("torch.distributed")  # Solving from a file loads no torch.
+    if torch_distributed is None or not torch_distributed.is_available() or not torch_distributed.is_initialized():
+        return None
+    from planner.distributed.ranks import current_ranks
+
+    return current_ranks()
+
+
+def find_plan(
+    profile: Profile,
+    budget: str | int,
+    *,
+    solver: str = "auto",
+    time_limit_seconds: float | None = None,
+    offload: Offload | OffloadMode = "auto",
+    headroom: str | int = 0,
+    reshard: Reshard = "profiled",
+    numerics: Numerics = "eager",
+) -> Plan:
+    """Solve in this process, and say nothing of it; arguments and errors are those of ``solve``."""
     check_numerics(numerics)
     try:
         budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
@@ -79,9 +162,9 @@ def solve(
             return _with_pieces(profile, plan_from)
         try:
             return plan_from(profile)
-        except NoPlan as refusal:
+        except Infeasible as refusal:
             raise _pieces_named(refusal, profile) from refusal
-    except NoPlan as refusal:
+    except Infeasible as refusal:
         if not str(budget).strip().endswith("%"):
             raise
         raise replace(refusal, unplanned_peak_bytes=profile.unplanned_peak_bytes) from refusal
@@ -111,7 +194,7 @@ def _solved(
                 problem, solution = feasible_beside_others(problem, profile.in_flight, method, time_limit_seconds)
             else:
                 solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
-        except NoPlan as refusal:
+        except Infeasible as refusal:
             raise explained(refusal, profile) from refusal
         only = method == OFFLOAD_ONLY
         return plan_of(profile, problem, solution, no_offload=why, offload_only=only, gathered=gathered)
@@ -148,16 +231,16 @@ def _with_pieces(profile: Profile, plan_from: Callable[[Profile], Plan]) -> Plan
 
     Args:
         profile: with the same step in pieces in it, where that was measured.
-        plan_from: makes the plan of a profile; raises NoPlan.
+        plan_from: makes the plan of a profile; raises Infeasible.
 
     Raises:
-        NoPlan: neither fits; says what the smaller of the two takes.
+        Infeasible: neither fits; says what the smaller of the two takes.
     """
-    plans, refusals = list[Plan](), list[NoPlan]()
+    plans, refusals = list[Plan](), list[Infeasible]()
     for each in (profile, *profile.in_pieces):
         try:
             plans.append(_beside(profile, each, plan_from(each)))
-        except NoPlan as refusal:
+        except Infeasible as refusal:
             refusals.append(refusal)
     if not plans:
         raise min(refusals, key=lambda refusal: refusal.minimum_budget_bytes)
@@ -183,7 +266,7 @@ def _beside(profile: Profile, measured: Profile, plan: Plan) -> Plan:
     )
 
 
-def _pieces_named(refusal: NoPlan, profile: Profile) -> NoPlan:
+def _pieces_named(refusal: Infeasible, profile: Profile) -> Infeasible:
     """A refusal that says first what would fit if the head ran in pieces, where that is known or likely."""
     if not profile.in_pieces:
         if not profile.heads:
@@ -226,7 +309,7 @@ def _with_exact_programs(
                 better = solved(more)
             except KeyboardInterrupt:
                 return replace(plan, interrupted=True)
-            except NoPlan:  # More programs to choose from are searched less finely.
+            except Infeasible:  # More programs to choose from are searched less finely.
                 break
             if better.predicted_seconds >= plan.predicted_seconds:
                 break
@@ -253,7 +336,7 @@ def _fastest(plan: Plan, profile: Profile, others: Sequence[Callable[[], Plan]])
     for make in others:
         try:
             plans.append(make())
-        except NoPlan:  # The more stays, the more it needs.
+        except Infeasible:  # The more stays, the more it needs.
             break
         if plans[-1].interrupted:
             break
@@ -265,7 +348,7 @@ def _fastest(plan: Plan, profile: Profile, others: Sequence[Callable[[], Plan]])
     return replace(best, status="feasible", lower_bound_seconds=bound, gap=gap, interrupted=interrupted)
 
 
-def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
+def explained(refusal: Infeasible, profile: Profile) -> Infeasible:
     """A refusal with what of the profile forces it, and what helps then."""
     if excess := _states_excess(profile, refusal.budget_bytes):
         return replace(refusal, reason=f"{refusal.reason}, and {excess}", remedy=FEWER_STATES)
@@ -282,7 +365,7 @@ def explained(refusal: NoPlan, profile: Profile) -> NoPlan:
 def quick_plan(profile: Profile, budget_bytes: int, offload_request: Offload) -> Plan:
     """A plan by the method that weighs most in little time; raises Infeasible."""
     solver = "auto" if offload_request.mode == "only" else "rotor"
-    return solve(profile, budget_bytes, solver=solver, offload=offload_request)
+    return find_plan(profile, budget_bytes, solver=solver, offload=offload_request)
 
 
 def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_seconds: float | None = None) -> Plan:
@@ -369,7 +452,7 @@ def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Calla
     """The plan that ``plan_within`` finds for what the headroom leaves of a budget; it states both.
 
     Raises:
-        NoPlan: as ``plan_within``, in terms of the whole budget.
+        Infeasible: as ``plan_within``, in terms of the whole budget.
         ValueError: nothing of the budget is left.
     """
     headroom_bytes = headroom.of(budget_bytes)
@@ -379,7 +462,7 @@ def plan_with_headroom(budget_bytes: int, headroom: Headroom, plan_within: Calla
     try:
         plan = plan_within(left_bytes)
         return replace(plan, budget_bytes=budget_bytes, headroom_bytes=headroom_bytes)
-    except NoPlan as refusal:
+    except Infeasible as refusal:
         least_bytes = headroom.budget_above(refusal.minimum_budget_bytes)
         reason = f"{refusal.reason}; {format_bytes(headroom.of(least_bytes))} of it is headroom"
         raise replace(refusal, reason=reason, minimum_budget_bytes=least_bytes, budget_bytes=budget_bytes) from refusal

@@ -60,7 +60,6 @@ def state(
 
     Raises:
         Infeasible: what is stated does not fit the budget; carries the bytes that it needs.
-        NothingFound: nothing was found for what is left to the solver, and nothing ruled out.
         ChoiceError: as ``resolve_for``.
         ValueError: a stage that cannot be recomputed, or a missing budget.
     """

@@ -1,4 +1,4 @@
-"""Installs a plan on the real model, and takes it off again."""
+"""Installs a plan on the real model, takes it off again, and measures steps with and without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import nn
 
+from planner.distributed.alike_steps import check_alike, merged_measurement
+from planner.distributed.ranks import Ranks, current_ranks, together
 from planner.plans.lowering import LoweredSchedule, lower_schedule
+from planner.plans.pipeline_profile import schedule_of
 from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
 from planner.runtime.loop_watch import LoopWatch, is_metered
@@ -33,6 +36,7 @@ from planner.runtime.stage_places import StagePlaces, made_compiled, module_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
 from profiler.capture.call_program import Compiled
+from profiler.measurement.step_measurement import Measurement, measure as measured_step
 from profiler.pieces.comparison import run_in_pieces
 from profiler.recomputation.held_inputs import BatchCopies
 from profiler.recomputation.outer_hooks import in_checkpoint
@@ -48,7 +52,9 @@ from profiler.workload.given_models import (
     check_no_checkpointing,
     inner_model,
 )
+from profiler.workload.steps import check_workload
 from profiler.workload.torch_state import stacks_kept
+from profiler.workload.workload import Workload
 from solvers.problem.link import Link
 
 Backend = Literal["eager", "inductor"]
@@ -121,18 +127,57 @@ class Handle:
 
 
 def apply(
-    model: nn.Module, plan: Plan | str | Path, *, watch: bool | None = None, backend: Backend = "eager"
+    model: nn.Module,
+    plan: Plan | str | Path,
+    *,
+    watch: bool | None = None,
+    backend: Backend = "eager",
 ) -> Handle:
-    """What ``planner.apply`` does in each process.
+    """Install ``plan`` on ``model``, in place and reversibly.
+
+    Only ``forward`` is wrapped, of the model and of recomputed stages: the module tree, names, state_dict and hooks
+    stay as they are. The plan acts in training mode with gradients enabled; under ``no_grad`` and in eval mode the
+    model runs as without it.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this, with one plan; in a pipeline
+    with the plan of the rank's own stage.
 
     Args:
-        model, plan, watch, backend: as for ``planner.apply``.
+        model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
+            DistributedDataParallel or fully_shard since.
+        plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
+        watch: take the peak of the first steps, from one update to the next, and say once where it is above the
+            budget, by how much and what holds it. None does so on CUDA, where it is free; on the CPU the profiler runs
+            for two steps. That a loop holds gradients or outputs which the plan does not count on is said in any case.
+        backend: how the programs of captured stages run: ``"eager"`` runs the ops as they are; ``"inductor"`` has
+            Inductor compile them, with its numbers, and a peak near the predicted one. It needs a C++ compiler on the
+            CPU.
+
+    Returns:
+        A handle with ``remove()``; also a context manager.
 
     Raises:
-        PlanMismatch, UnsupportedPlan, ValueError: as there.
+        PlanMismatch: stage names, parameter shapes, types or ops differ. So says the model's forward where it runs
+            under another autocast or with other shapes than the profiled step, or its parameters have become others.
+        RankError: ranks apply different plans (of another ``fingerprint``), or it failed on one of them.
+        UnsupportedPlan: the plan's schedule cannot be carried out.
+        ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
+            checkpointing of the model's own is switched on, or there is no such backend.
     """
-    check_backend(backend)
-    model, plan = inner_model(given_model(model)), given_plan(plan)
+    ranks = current_ranks()
+    with contextlib.ExitStack() as undo:
+        with together("apply"):
+            check_backend(backend)
+            model, plan = inner_model(given_model(model)), given_plan(plan)
+            if ranks is not None and not plan.in_flight:  # Those of a pipeline's ranks are for different stages.
+                ranks.check_same("apply", {"plan": plan.fingerprint})
+            handle = _installed(model, plan, watch, backend)
+            undo.callback(handle.remove)  # It may have failed on another rank.
+        undo.pop_all()
+    return handle
+
+
+def _installed(model: nn.Module, plan: Plan, watch: bool | None, backend: Backend) -> Handle:
     check_unplanned(model)
     check_no_checkpointing(model, "apply")
     check_model(model, plan)
@@ -201,6 +246,36 @@ def register(model: nn.Module, handle: Handle) -> None:
 def handle_of(model: nn.Module) -> Handle | None:
     """The handle of the plan that is applied to ``model``; None where there is none."""
     return _PLANNED.get(inner_model(model))
+
+
+def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
+    """Measure one training step as it runs now, with whatever plan is applied.
+
+    The workload is left as it was found. Runs one step to warm up, one under
+    the memory meter and ``repeats`` timed ones.
+
+    Where ``torch.distributed`` is initialised for several ranks, all of them call this: the peak and the seconds are
+    those of the worst rank, and ``rank_peak_bytes`` has the peak of each.
+
+    Raises:
+        ProfileError: the step fails.
+        RankError: it failed on one rank, a rank did not answer, or ranks have different models or shapes of batches.
+        ValueError: ``repeats`` is below one.
+    """
+    check_workload(workload, "measure")
+    ranks, handle = current_ranks(), handle_of(workload.model)
+    with contextlib.nullcontext() if handle is None else handle.outside_loop():
+        return _measured(workload, repeats, ranks)
+
+
+def _measured(workload: Workload, repeats: int, ranks: Ranks | None) -> Measurement:
+    if ranks is None:
+        return measured_step(workload, repeats=repeats)
+    with ranks.together("measure"):
+        if schedule_of(workload) is None:
+            check_alike(ranks, "measure", workload)
+        ranks.check_same("measure", {"repeats": repeats})
+        return merged_measurement(ranks.gathered(measured_step(workload, repeats=repeats)), ranks.rank)
 
 
 class Wrappers(Protocol):

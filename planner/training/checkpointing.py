@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.distributed.collective import apply, profile
-from planner.distributed.solving import solve
 from planner.plans.offload_request import Offload, OffloadMode
-from planner.plans.solving import Numerics
+from planner.plans.profiling import profile
+from planner.plans.solving import Numerics, solve
+from planner.runtime.applier import apply
 from planner.training.dynamic_profiles import Training
 from planner.training.dynamic_shapes import apply_dynamic
 from planner.training.plan_cache import CACHE_SIZE

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from planner.capacity.scaling import same_programs
+from planner.distributed.ranks import planning_among
 from planner.plans.profiling import profile
 from planner.runtime.applier import split_name
 from planner.training.input_signatures import ReadsSignatures, Signature
@@ -69,9 +70,10 @@ def profiles_of(
         alike = next((p for s, p in measured.items() if s.kind == signature.kind), None)
         if signature in measured:
             continue
-        measured[signature] = (
-            profile(workload, stages=stages) if alike is None else _profile_like(alike, workload, stages)
-        )
+        with planning_among(None):  # Batches of other ranks have other shapes.
+            measured[signature] = (
+                profile(workload, stages=stages) if alike is None else _profile_like(alike, workload, stages)
+            )
     return {signature: p for signature, p in measured.items() if signature not in known}
 
 

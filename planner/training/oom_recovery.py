@@ -9,7 +9,7 @@ from torch import Tensor
 from planner.explain.timeline import PhaseName
 from planner.plans.plan import Plan
 from planner.plans.plan_claims import PlanClaims
-from planner.plans.refusals import NoPlan
+from planner.plans.refusals import Infeasible
 from planner.plans.solving import SEARCH_SECONDS, replan
 from planner.training.oom_report import FailureReport
 from profiler.tensors.tensor_trees import tensors_in
@@ -128,7 +128,7 @@ def smaller_plan(plan: Plan, report: FailureReport) -> Plan:
     """
     try:
         return _solved_again(plan, wanted_bytes(plan, report))
-    except NoPlan as refusal:
+    except Infeasible as refusal:
         least_bytes, reason = refusal.minimum_budget_bytes, refusal.reason
     if least_bytes >= _used_bytes(plan):
         raise ValueError(f"no plan needs less: {reason}; planner advise TARGET --budget B names other ways to save")

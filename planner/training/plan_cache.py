@@ -11,8 +11,8 @@ from typing import Literal
 from planner.plans.headroom import headroom_from
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
-from planner.plans.refusals import Infeasible, NoPlan
-from planner.plans.solving import SEARCH_SECONDS, quick_plan, solve
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import SEARCH_SECONDS, find_plan, quick_plan
 from planner.training.background import Background
 from planner.training.input_signatures import Signature
 from planner.training.signature_scaling import Basis, SizeLine, expected, lines_of
@@ -41,7 +41,7 @@ class Entry:
     plan: Plan
     status: PlanStatus
     promised: bool
-    refusal: NoPlan | None = None
+    refusal: Infeasible | None = None
     count: int = 0
 
 
@@ -206,14 +206,14 @@ class PlanCache:
             entry.plan, entry.status = plan, expectation.basis
             entry.refusal, entry.promised = refusal, refusal is None
 
-    def _solved(self, profile: Profile, spare_bytes: int = 0) -> tuple[Plan, NoPlan | None]:
+    def _solved(self, profile: Profile, spare_bytes: int = 0) -> tuple[Plan, Infeasible | None]:
         """The plan for a profile that leaves some bytes; where none meets the budget the leanest, and the refusal."""
         self.solves += 1
         headroom_bytes = headroom_from(self.headroom).of(self.budget_bytes) + spare_bytes
         try:
             # So little time leaves out the integer program of "auto", which would hold up the signatures behind.
             limit = SEARCH_SECONDS if self.solver == "auto" else None
-            plan = solve(
+            plan = find_plan(
                 profile,
                 self.budget_bytes,
                 solver=self.solver,
@@ -222,7 +222,7 @@ class PlanCache:
                 headroom=headroom_bytes,
             )
             return plan, None
-        except NoPlan as refusal:
+        except Infeasible as refusal:
             least = refusal.minimum_budget_bytes
             self._note(
                 f"{profile.input_shapes}",

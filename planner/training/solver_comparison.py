@@ -9,11 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from planner.distributed.collective import apply, measure
-from planner.distributed.solving import solve
 from planner.plans.plan import Plan
-from planner.plans.refusals import NoPlan
-from planner.plans.solving import COMPARE_SECONDS
+from planner.plans.refusals import Infeasible
+from planner.plans.solving import COMPARE_SECONDS, solve
+from planner.runtime.applier import apply, measure
 from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement
@@ -77,26 +76,26 @@ def compare_solvers(
     report = progress or (lambda what, done, total: None)
     names = [*SOLVERS, *(["ilp"] if len(profile.stages) <= ILP_STAGES else []), "auto"]
     total = 2 * len(names) + 1 + ROUNDS
-    answers: dict[str, Plan | NoPlan | None] = {"none": None}
+    answers: dict[str, Plan | Infeasible | None] = {"none": None}
     for done, name in enumerate(names):
         report(f"solve {name}", done, total)
         answers[name] = _answer(profile, budget_bytes, name, time_limit_seconds)
     peaks: dict[str, Measurement] = {}
     for done, (name, answer) in enumerate(answers.items(), start=len(names)):
         report(f"peak {name}", done, total)
-        if not isinstance(answer, NoPlan) and not (answer is None and profile.frugal):
+        if not isinstance(answer, Infeasible) and not (answer is None and profile.frugal):
             with _planned(workload, answer):
                 peaks[name] = measure(workload, repeats=1)
     rest = total - ROUNDS
-    plans = {name: answer for name, answer in answers.items() if name in peaks and not isinstance(answer, NoPlan)}
+    plans = {name: answer for name, answer in answers.items() if name in peaks and not isinstance(answer, Infeasible)}
     seconds = seconds_in_turns(workload, plans, progress=lambda done: report("time", rest + done, total))
     return [_row(profile, name, answer, peaks, seconds) for name, answer in answers.items()]
 
 
-def _answer(profile: Profile, budget_bytes: int, solver: str, time_limit_seconds: float) -> Plan | NoPlan:
+def _answer(profile: Profile, budget_bytes: int, solver: str, time_limit_seconds: float) -> Plan | Infeasible:
     try:
         return solve(profile, budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
-    except NoPlan as refusal:
+    except Infeasible as refusal:
         return refusal
 
 
@@ -133,11 +132,11 @@ def seconds_in_turns(
 def _row(
     profile: Profile,
     name: str,
-    answer: Plan | NoPlan | None,
+    answer: Plan | Infeasible | None,
     peaks: dict[str, Measurement],
     seconds: dict[str, float],
 ) -> ComparisonRow:
-    if isinstance(answer, NoPlan):
+    if isinstance(answer, Infeasible):
         return ComparisonRow(
             solver=name,
             status=answer.status,

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from planner.distributed.collective import apply, measure
-from planner.distributed.rank_failures import RankError
-from planner.distributed.solving import ranks_if_any
+from planner.distributed.ranks import RankError, current_ranks
 from planner.plans.plan import Plan
-from planner.runtime.applier import Backend
+from planner.runtime.applier import Backend, apply, measure
 from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.oom_diagnosis import report_of, stop_of
@@ -120,7 +118,7 @@ def train_planned(
         raise ValueError(f"--steps: expected at least 1, got {steps}; give a whole number above zero")
     if retries < 0:
         raise ValueError(f"--retry: expected a number of retries, got {retries}; give 0 or more")
-    if retries and ranks_if_any() is not None:
+    if retries and current_ranks() is not None:
         raise ValueError(
             "--retry: expected one process, got several ranks, of which one that runs out of memory leaves the others "
             "in the middle of their step; leave it out, and solve for a smaller budget"
@@ -200,7 +198,7 @@ class _Training:
         except (RuntimeError, MemoryError, ValueError) as error:
             if not ran_out(error):
                 raise
-            if (ranks := ranks_if_any()) is not None:  # They are in the middle of their step: it is not run again.
+            if (ranks := current_ranks()) is not None:  # They are in the middle of their step: it is not run again.
                 raise _out_of_memory_on(ranks.rank, len(self.losses) + 1, plan, error) from error
             step, phase = len(self.losses) + 1, None if self.measured is None else self._guard.phase
             return stop_of(error, self._workload.model, plan, step=step, phase=phase)

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.distributed.collective import apply
 from planner.distributed.ranks import together
 from planner.explain.measured_step import Places
 from planner.plans.plan import Plan, chain_in
 from planner.plans.solving import replan, repriced
+from planner.runtime.applier import apply
 from planner.runtime.model_match import check_precision, given_plan
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.solver_comparison import seconds_in_turns

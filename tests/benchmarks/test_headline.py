@@ -98,11 +98,11 @@ def test_what_is_reached_is_said(speed: float, verdict: str) -> None:
 
 
 def test_a_search_gives_one_row_for_each_way_that_is_open() -> None:
-    def limit(mode: Any, size: int | None, rate: float | None = None) -> planner.Limit:
-        return planner.Limit(mode=mode, size=size, samples_per_second=rate, peak_bytes=9, confirmed=True)
+    def limit(mode: Any, size: int | None, rate: float | None = None) -> planner.results.Limit:
+        return planner.results.Limit(mode=mode, size=size, samples_per_second=rate, peak_bytes=9, confirmed=True)
 
     none, recompute = limit("none", 18, 24.0), limit("recompute", 180, 18.0)
-    found = planner.MaxBatch(
+    found = planner.results.MaxBatch(
         vary="batch",
         step=1,
         budget_bytes=10,

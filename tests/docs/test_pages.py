@@ -17,10 +17,11 @@ import profiler
 import solvers
 from docs.hooks.rooms_picture import PICTURE, WIDTH, drawn, laid_out
 from docs.hooks.rooms_table import rooms, rooms_in
+from planner import errors, results
 from tests.support.doc_blocks import PAGES, ROOT, RUN, WRITTEN, Block, PageError, blocks_in, blocks_of
 
 README_BYTES = 8000
-PACKAGES = {package.__name__: package for package in (planner, profiler, solvers)}
+PACKAGES = {package.__name__: package for package in (planner, errors, results, profiler, solvers)}
 OTHERS = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")]
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 _LINK = re.compile(r"!?\[[^]]*\]\(([^)\s]+)\)")
@@ -41,7 +42,7 @@ def prose_of(page: Path) -> str:
 def anchors_of(page: Path) -> set[str]:
     """The anchors of a page's headings; a page of the API reference has one for each public name, too."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    names = re.findall(r"<!-- public names of (\w+) -->", text)
+    names = re.findall(r"<!-- public names of ([\w.]+) -->", text)
     public = {f"{name}.{each}" for name in names for each in getattr(PACKAGES[name], "__all__", ())}
     return {slug(heading) for heading in _HEADING.findall(text)} | public
 

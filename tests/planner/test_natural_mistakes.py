@@ -87,7 +87,7 @@ def test_what_a_step_is_told_stands_alone():
         (lambda: squared(other(X)).backward(), "calls the model"),
         (lambda: None, "calls the model"),
     ):
-        with pytest.raises(planner.ProfileError, match=cause) as caught:
+        with pytest.raises(planner.errors.ProfileError, match=cause) as caught:
             planner.profile(planner.Workload(model=model(), step=step))
         assert "correct the model" not in str(caught.value)
 

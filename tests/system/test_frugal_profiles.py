@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import planner
-from planner import ProfileError, zoo
+from planner import zoo
 from planner.cli.shell import NO_PLAN
+from planner.errors import ProfileError
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.workload.workload import Workload
 from tests.support.command_line import run

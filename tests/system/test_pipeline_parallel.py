@@ -59,7 +59,9 @@ def under_plans(rank: int, name: str) -> dict[str, Any]:
         same = len(got) == len(expected) and all(map(torch.equal, expected, got))
         plans.append((same, meter.peak_bytes, plan.budget_bytes, plan.predicted_peak_bytes, plan.recomputed_ops))
     if name == "1f1b":  # Refused before anything runs.
-        with pytest.raises(planner.ProfileError, match=r"1F1B, got ScheduleInterleaved1F1B; .* take one of these"):
+        with pytest.raises(
+            planner.errors.ProfileError, match=r"1F1B, got ScheduleInterleaved1F1B; .* take one of these"
+        ):
             planner.profile(interleaved(rank))
     return {"plans": plans, "most_beside": max(count for count, _ in profile.in_flight)}
 

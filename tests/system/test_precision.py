@@ -145,7 +145,7 @@ def test_profiling_and_measuring_leave_the_scaler_as_it_was() -> None:
 def test_gradients_that_are_never_finite_are_reported() -> None:
     work = scaled("plain")
     work.loss = lambda output: output.float().sum() * float("inf")
-    with pytest.raises(planner.ProfileError, match="finite gradients.*bfloat16"):
+    with pytest.raises(planner.errors.ProfileError, match="finite gradients.*bfloat16"):
         planner.profile(work)
 
 
@@ -219,10 +219,10 @@ def test_a_plan_of_one_precision_is_refused_in_another(plans: Any, made_in: str,
         assert training.train_planned(work, plan, steps=1).plan is plan
         return
     for use in (lambda: training.train_planned(work, plan, steps=1), lambda: measured_step.view_step(work, plan)):
-        with pytest.raises(planner.PlanMismatch, match=f"a plan for {made_in}: .*got {used_in};"):
+        with pytest.raises(planner.errors.PlanMismatch, match=f"a plan for {made_in}: .*got {used_in};"):
             use()
     shown = used_in if made_in.startswith("float32") == used_in.startswith("float32") else used_in.partition(",")[0]
-    with pytest.raises(planner.PlanMismatch, match=f"got {shown};"), planner.apply(work.model, plan):
+    with pytest.raises(planner.errors.PlanMismatch, match=f"got {shown};"), planner.apply(work.model, plan):
         work.step()
     assert planner.handle_of(work.model) is None
 
@@ -238,7 +238,9 @@ def test_parameters_converted_after_apply_are_refused_by_the_next_step(plans: An
         convert(work.model)
         assert isinstance(work.inputs, Tensor)
         work.inputs = work.inputs.to(next(work.model.parameters()).dtype)
-        with pytest.raises(planner.PlanMismatch, match="a plan for float32: expected .*, got .*; run it as it was"):
+        with pytest.raises(
+            planner.errors.PlanMismatch, match="a plan for float32: expected .*, got .*; run it as it was"
+        ):
             work.step()
         work.model.float()
         work.inputs = work.inputs.float()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, interpolate, layer_norm
 
 import planner
-from planner.plans import cut_choice
+from planner.plans import profiling
 from planner.zoo import build
 from tests.support.exactness import assert_same, state_after
 from tests.support.nightly import by_day
@@ -139,7 +139,7 @@ def test_blocks_that_read_far_back_are_one_stage_where_its_plans_are_faster(
         whole = sum(stage.kind == "stage" for stage in profile.stages) == 1
         return 1.1 if whole == (faster == "whole") else 1.2
 
-    monkeypatch.setattr(cut_choice, "_slowdown", slowdown)
+    monkeypatch.setattr(profiling, "_slowdown", slowdown)
     profile = planner.profile(build("unet", image=64, hidden=8, batch=8))
     names = [stage.name for stage in profile.stages if stage.kind == "stage"]
     assert (names == ["the model"]) == (faster == "whole")
@@ -162,7 +162,7 @@ def test_what_does_not_train_is_as_without_a_plan_and_a_plan_comes_off() -> None
 
 def test_another_model_is_refused() -> None:
     plan = planner.solve(profile_of("dense"), "100%")
-    with pytest.raises(planner.PlanMismatch):
+    with pytest.raises(planner.errors.PlanMismatch):
         planner.apply(work_of("unet").model, plan)
 
 

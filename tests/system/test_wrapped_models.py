@@ -101,7 +101,7 @@ def test_a_plan_holds_where_accelerate_casts_inside() -> None:
         planned = gradients(work, prepared)
     assert all(torch.equal(a, b) for a, b in zip(planned, gradients(work, other), strict=True))
     unprepared = copy.deepcopy(work.model)
-    with planner.apply(unprepared, plan), pytest.raises(planner.PlanMismatch, match="autocast bfloat16"):
+    with planner.apply(unprepared, plan), pytest.raises(planner.errors.PlanMismatch, match="autocast bfloat16"):
         gradients(work, unprepared)
 
 

@@ -220,7 +220,7 @@ def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
         return replace(quick_plan(profile, budget_bytes, Offload(mode="never")), predicted_seconds=0.0)
 
     monkeypatch.setattr(planner.capacity.workload_variants, "profile", timed)
-    monkeypatch.setattr("planner.capacity.lever_search.solve", ideal)
+    monkeypatch.setattr("planner.capacity.lever_search.find_plan", ideal)
     advice = planner.advise(build(batch=512), "55%", offload="never", menus=False)
     assert advice.exact is not None and advice.exact.plan is not None
     assert advice.exact.plan.predicted_seconds == 0.0

@@ -118,7 +118,7 @@ def test_states_alone_above_the_budget_are_named():
     steps = 4 * sum(1 for _ in build(STEP).model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in build(STEP).model.buffers())
     assert states == 4 * parameters + steps + buffers  # values, gradients and two moments; a step count each
-    with pytest.raises(planner.NoBatch, match="states alone") as refused_with:
+    with pytest.raises(planner.errors.NoBatch, match="states alone") as refused_with:
         search(build, states - 1000)
     refusal = refused_with.value
     assert refusal.states_bytes == states and refusal.size == STEP
@@ -234,7 +234,7 @@ def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
         size = workload.inputs.shape[0] // STEP
         profiled.append(size)
         if size > 2:
-            raise planner.ProfileError("no room") from torch.OutOfMemoryError("CUDA out of memory.")
+            raise planner.errors.ProfileError("no room") from torch.OutOfMemoryError("CUDA out of memory.")
         return real(workload, **options)
 
     monkeypatch.setattr("planner.capacity.scaling.profile", tight)
@@ -247,7 +247,7 @@ def test_a_device_that_holds_few_samples_is_profiled_below_them(monkeypatch):
 @pytest.mark.slow
 def test_refusals_say_what_would_fit():
     smallest = build(STEP)
-    with pytest.raises(planner.NoBatch) as refused_with:
+    with pytest.raises(planner.errors.NoBatch) as refused_with:
         search(build, 1000)
     refusal = refused_with.value
     moments = sum(value.nbytes for value in _stepped(smallest))
@@ -257,10 +257,10 @@ def test_refusals_say_what_would_fit():
         "both": (refusal.minimum_budget_bytes - moments) // 2,
     }
     assert "not even these would fit" in str(refusal)
-    with pytest.raises(planner.NoBatch, match="is headroom") as refused_with:
+    with pytest.raises(planner.errors.NoBatch, match="is headroom") as refused_with:
         search(build, refusal.minimum_budget_bytes, headroom=1000)
     assert refused_with.value.minimum_budget_bytes == refusal.minimum_budget_bytes + 1000
-    with pytest.raises(planner.NoBatch, match="would about fit: both$"):
+    with pytest.raises(planner.errors.NoBatch, match="would about fit: both$"):
         search(build, refusal.levers["both"])
 
 

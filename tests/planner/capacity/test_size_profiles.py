@@ -73,7 +73,7 @@ def test_a_size_that_is_refused_or_has_no_room_has_no_profile(profiles, monkeypa
 
 def test_running_out_of_memory_is_told_from_a_refusal(profiles, monkeypatch):
     def full(*args, **options):
-        raise planner.ProfileError("the step fails") from torch.OutOfMemoryError("CUDA out of memory.")
+        raise planner.errors.ProfileError("the step fails") from torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(scaling, "profile", full)
     with pytest.raises(NoProfile, match="no room"):

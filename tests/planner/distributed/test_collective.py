@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import planner
 from benchmarks.rank_processes import values_of_ranks
-from planner.distributed.merging import merged_measurement
+from planner.distributed.alike_steps import merged_measurement
 from profiler.measurement.step_measurement import Measurement
 from tests.support.small_blocks import WIDTH, Residual, Stack
 

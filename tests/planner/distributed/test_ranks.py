@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import planner
 from benchmarks.rank_processes import run_on_ranks, values_of_ranks
-from planner.distributed.rank_failures import RankError
-from planner.distributed.ranks import Ranks, _Call, current_ranks, planning_among
+from planner.distributed.ranks import RankError, Ranks, _Call, current_ranks, planning_among
 from profiler.agreement import agreed, any_rank, first_failure, gathered
 
 

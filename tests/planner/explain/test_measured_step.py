@@ -107,7 +107,7 @@ def test_the_model_is_left_as_it_was(plan: planner.Plan) -> None:
 
 
 def test_another_model_is_refused(plan: planner.Plan) -> None:
-    with pytest.raises(planner.PlanMismatch):
+    with pytest.raises(planner.errors.PlanMismatch):
         view_step(zoo.build("mlp", layers=8, hidden=16, batch=64), plan)
 
 

@@ -277,7 +277,7 @@ def test_without_an_optimizer_there_are_parameters_and_gradients() -> None:
 def test_a_model_in_eval_mode_is_refused() -> None:
     found = work(lambda parameters: ADAM(parameters))
     found.model.eval()
-    with pytest.raises(planner.ProfileError, match=r"model\.train"):
+    with pytest.raises(planner.errors.ProfileError, match=r"model\.train"):
         model_states(found)
 
 

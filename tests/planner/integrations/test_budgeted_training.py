@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.distributed.collective import profile
 from planner.integrations import budgeted_training
 from planner.integrations.budgeted_training import BudgetedTraining, state_of
 from planner.integrations.optional_packages import require
+from planner.plans.profiling import profile
 from planner.training.dynamic_shapes import DynamicHandle
 from profiler.workload.workload import Workload
 

@@ -44,9 +44,10 @@ def test_a_budget_that_nothing_fits_is_refused_with_what_is_known_to_fit() -> No
     with pytest.raises(planner.Infeasible) as refused:
         found(3 * SIZE)
     assert BESIDE.peak_bytes(STEP, found(refused.value.minimum_budget_bytes)) == refused.value.minimum_budget_bytes
-    with pytest.raises(planner.NothingFound) as nothing:
+    with pytest.raises(planner.Infeasible) as nothing:
         found(refused.value.minimum_budget_bytes - SIZE, counts_too_few=True)
     assert nothing.value.minimum_budget_bytes == refused.value.minimum_budget_bytes
+    assert (refused.value.proven, nothing.value.proven) == (True, False)
 
 
 def test_the_first_difference_of_two_graphs_is_named() -> None:

@@ -36,7 +36,7 @@ def smallest_plan(work: Workload, **settings: Any) -> planner.Plan:
 def test_a_model_with_other_names_is_refused() -> None:
     plan = smallest_plan(workload("plain"))
     other = nn.Sequential(Residual(), Residual())
-    with pytest.raises(planner.PlanMismatch, match=r"no module 'blocks.0'.*profile and solve"):
+    with pytest.raises(planner.errors.PlanMismatch, match=r"no module 'blocks.0'.*profile and solve"):
         planner.apply(other, plan)
 
 
@@ -45,7 +45,9 @@ def test_a_model_with_other_shapes_is_refused() -> None:
     plan = smallest_plan(workload("plain"))
     model = Stack([Residual() for _ in range(6)])
     model.blocks[2].inner[1] = nn.Linear(WIDTH, 8 * WIDTH)  # type: ignore[index,operator]
-    with pytest.raises(planner.PlanMismatch, match=r"blocks.2.inner.1.bias has shape \(128,\), expected \(64,\)"):
+    with pytest.raises(
+        planner.errors.PlanMismatch, match=r"blocks.2.inner.1.bias has shape \(128,\), expected \(64,\)"
+    ):
         planner.apply(model, plan)
     assert all("forward" not in module.__dict__ for module in model.modules())
 
@@ -256,7 +258,7 @@ def test_a_planned_model_is_not_profiled_nor_planned_again() -> None:
     work = workload("plain")
     plan = smallest_plan(work)
     with planner.apply(work.model, plan):
-        with pytest.raises(planner.ProfileError, match="without a plan"):
+        with pytest.raises(planner.errors.ProfileError, match="without a plan"):
             planner.profile(work)
         with pytest.raises(ValueError, match="without a plan"):
             planner.apply(nn.Sequential(work.model), plan)

@@ -24,9 +24,9 @@ def test_each_new_signature_is_solved_for_once_and_counted(monkeypatch):
     model, handle = planned()
     assert handle.solves == 2
     asked = []
-    solve = plan_cache.solve
+    solve = plan_cache.find_plan
     monkeypatch.setattr(
-        plan_cache, "solve", lambda profile, *rest, **more: asked.append(1) or solve(profile, *rest, **more)
+        plan_cache, "find_plan", lambda profile, *rest, **more: asked.append(1) or solve(profile, *rest, **more)
     )
     for _ in range(3):
         for count in (100, 200, 256):
@@ -138,7 +138,7 @@ def test_an_error_on_the_thread_is_said_once_and_leaves_the_safe_plan(monkeypatc
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("broken")
 
-    monkeypatch.setattr(plan_cache, "solve", broken)
+    monkeypatch.setattr(plan_cache, "find_plan", broken)
     with pytest.warns(RuntimeWarning, match="KeyError") as caught:
         for count in (100, 110, 120):
             step(model, count)

@@ -98,7 +98,7 @@ def test_capturing_takes_no_more_than_the_limit_either(peaks: list[int], monkeyp
 @pytest.mark.slow
 def test_where_there_is_no_room_to_check_a_program_stages_are_opaque_and_say_so(peaks: list[int]) -> None:
     """The smallest limit that does for the rest of the profile."""
-    with pytest.raises(planner.ProfileError) as refused:
+    with pytest.raises(planner.errors.ProfileError) as refused:
         planner.profile(workload(), stages=["Block"], limit=1)
     limit = int(str(refused.value).split("at least ")[1].split()[0])
     while True:
@@ -106,7 +106,7 @@ def test_where_there_is_no_room_to_check_a_program_stages_are_opaque_and_say_so(
         try:
             frugal = planner.profile(workload(), stages=["Block"], limit=limit)
             break
-        except planner.ProfileError as error:
+        except planner.errors.ProfileError as error:
             limit = int(str(error).split("at least ")[1].split()[0])
     assert max(peaks) <= limit
     assert all(f"and the limit is {limit:,}" in menu.opaque and not menu.options for menu in frugal.menus)

@@ -77,7 +77,7 @@ def test_a_failing_forward_leaves_the_model_as_it_was(after: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     work = Workload(model=model, inputs=torch.randn(4, WIDTH), loss=torch.sum, optimizer=optimizer)
     before = everything_of(work)
-    with pytest.raises((planner.ProfileError, RuntimeError), match="stumbled"):
+    with pytest.raises((planner.errors.ProfileError, RuntimeError), match="stumbled"):
         planner.profile(work)
     assert same(before[:4], everything_of(work)[:4])
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -237,9 +237,9 @@ def test_bad_workloads_are_refused() -> None:
         Workload(model=model, inputs=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="autocast"):
         Workload(model=model, inputs=torch.ones(1, 2), autocast="int8")
-    with pytest.raises(planner.ProfileError, match="scalar loss"):
+    with pytest.raises(planner.errors.ProfileError, match="scalar loss"):
         planner.profile(Workload(model=model, inputs=torch.ones(1, 2)))
-    with pytest.raises(planner.ProfileError, match="call model.train"):
+    with pytest.raises(planner.errors.ProfileError, match="call model.train"):
         planner.profile(Workload(model=nn.Linear(2, 2).eval(), inputs=torch.ones(1, 2), loss=torch.sum))
 
 

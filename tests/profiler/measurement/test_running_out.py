@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner import ProfileError
 from planner.capacity.step_trial import measured_states_bytes
+from planner.errors import ProfileError
 from profiler.measurement import device_memory, profiling
 from profiler.measurement.device_memory import RoomWatch
 from profiler.measurement.shortage import where_raised

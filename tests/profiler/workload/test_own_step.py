@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner import ProfileError
+from planner.errors import ProfileError
 from profiler.workload.workload import StepPhase, Workload
 
 WIDTH = 32

@@ -9,8 +9,8 @@ from torch import nn
 
 import planner
 from benchmarks.outside_meter import OutsideMeter
-from planner.plans import cut_choice
-from planner.plans.cut_choice import with_best_cut
+from planner.plans import profiling
+from planner.plans.profiling import with_best_cut
 
 
 class _Block(nn.Module):
@@ -30,8 +30,8 @@ def _smallest_bytes(profile: planner.Profile) -> int:
 
 @pytest.fixture
 def _faster_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_choice, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(cut_choice, "_slowdown", lambda profile, budget_bytes: float(len(profile.stages)))
+    monkeypatch.setattr(profiling, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(profiling, "_slowdown", lambda profile, budget_bytes: float(len(profile.stages)))
 
 
 @pytest.mark.usefixtures("_faster_whole")

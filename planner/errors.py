@@ -1,0 +1,31 @@
+"""The errors that the planner raises, each a subclass of ``ValueError`` but for ``Interrupted`` and ``OutOfMemory``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from profiler.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from planner.capacity.batch_limits import NoBatch as NoBatch
+    from planner.distributed.ranks import RankError as RankError
+    from planner.plans.lowering import UnsupportedPlan as UnsupportedPlan
+    from planner.plans.plan_claims import Interrupted as Interrupted
+    from planner.plans.refusals import Infeasible as Infeasible
+    from planner.runtime.model_match import PlanMismatch as PlanMismatch
+    from planner.training.training import OutOfMemory as OutOfMemory
+    from profiler.capture.joint_graph import CaptureError as CaptureError
+    from profiler.workload.steps import ProfileError as ProfileError
+
+_NAMES = {
+    "planner.capacity.batch_limits": "NoBatch",
+    "planner.distributed.ranks": "RankError",
+    "planner.plans.lowering": "UnsupportedPlan",
+    "planner.plans.plan_claims": "Interrupted",
+    "planner.plans.refusals": "Infeasible",
+    "planner.runtime.model_match": "PlanMismatch",
+    "planner.training.training": "OutOfMemory",
+    "profiler.capture.joint_graph": "CaptureError",
+    "profiler.workload.steps": "ProfileError",
+}
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
