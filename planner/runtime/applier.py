@@ -65,8 +65,7 @@ class Handle:
     """An applied plan; ``remove()`` or leaving the ``with`` block puts the model back.
 
     Attributes:
-        plan: that is applied.
-
+        plan: the applied plan.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, patches: ForwardPatches, watch: LoopWatch | None = None) -> None:
@@ -82,7 +81,7 @@ class Handle:
 
     @property
     def model(self) -> nn.Module | None:
-        """That the plan is applied to; None once it is gone."""
+        """The model that the plan is applied to; None once it is gone."""
         return self._model()
 
     def keep_gathered(self, model: nn.Module, plan: Plan) -> None:
@@ -279,14 +278,14 @@ def _measured(workload: Workload, repeats: int, ranks: Ranks | None) -> Measurem
 
 
 class Wrappers(Protocol):
-    """What runs in place of the model's own forward and of its stages'."""
+    """Makes the forwards that run in place of the model's own and of its stages'."""
 
     def whole(self, forward: Forward) -> Forward:
-        """Instead of the model's forward."""
+        """Returns the forward that replaces the model's."""
         ...
 
     def stage(self, forward: Forward, name: str, module: nn.Module) -> Forward:
-        """Instead of a stage's, whose module has this name."""
+        """Returns the forward that replaces a stage's, whose module has this name."""
         ...
 
 
@@ -366,7 +365,7 @@ class PlanSession:
         self._parameters = ParameterChecks(model, plan.precision, warn)
         self._caches = ModelCaches(model)
         self._forward: _Forward | None = None
-        # What autocast keeps of parameters, and the batch, in the forward before.
+        # Of the forward before: the casts of parameters that autocast keeps, and the batch.
         self._before: tuple[object | None, weakref.ref[BatchCopies]] | None = None
 
     def whole(self, forward: Forward) -> Forward:

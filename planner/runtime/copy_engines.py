@@ -57,7 +57,7 @@ class HostPool:
     free they are given, whatever the sizes before.
 
     Args:
-        size_bytes: of the buffer.
+        size_bytes: length of the buffer.
         granule_bytes: blocks begin and end at multiples of it.
 
     >>> memory = HostPool(8)
@@ -152,7 +152,7 @@ class CudaCopyEngine:
     while the copy runs, and the host waits for nothing.
 
     Args:
-        device: whose memory is copied.
+        device: the device whose memory is copied.
         host_bytes: the most that is in host memory at once.
     """
 
@@ -291,7 +291,7 @@ def _wait(event: torch.cuda.Event | None, computing: torch.cuda.Stream, device: 
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """What torch's pinned allocator takes of the system for so many bytes: a power of two (CachingHostAllocator)."""
+    """Returns the bytes that torch's pinned allocator takes for so many: a power of two (CachingHostAllocator)."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes > 0 else 0
 
 

@@ -58,13 +58,13 @@ _INPUT_CHANGED = (
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What the stages of one planned step share.
+    """Shared by the stages of one planned step.
 
     Attributes:
         plan, lowered: the applied plan, and what its schedule does at each stage.
-        deviations: what was seen of the model's stages since the plan was applied; more may be added.
-        batch: what the model was given.
-        transfers: of the step; None where nothing is sent.
+        deviations: seen of the model's stages since the plan was applied; more may be added.
+        batch: the tensors that the model was given.
+        transfers: the step's copies to host memory and back; None where nothing is sent.
         warn: gives the warnings of the plan.
         before_backward: recomputes a stage whose backward begins, with all that the schedule has before it.
     """
@@ -101,10 +101,10 @@ class DroppedStage(DroppedCall):
     """One call of a dropped stage.
 
     Args:
-        position: of the stage in the plan.
-        module, forward: that are called.
-        step: that it is a stage of.
-        stage: what is known of it, where the plan has none at that position.
+        position: place of the stage in the plan.
+        module, forward: the called module, and the forward that runs.
+        step: its planned step.
+        stage: its record, where the plan has none at that position.
 
     Attributes:
         position, stage: as given.
@@ -140,9 +140,9 @@ class DroppedStage(DroppedCall):
         """Hold the arguments, but for linked tensors that the plan drops.
 
         Args:
-            arguments: of the first run.
+            arguments: those of the first run.
             previous: the last dropped stage before; those between are left out in this step, or kept.
-            output: of it.
+            output: its output.
             expects_links: the stage before ran in this step, so what it returned is expected as input.
         """
         lowered, inputs = self._step.lowered, tensors_in(arguments)
@@ -257,7 +257,7 @@ class DroppedStage(DroppedCall):
         return self._placed(mode, saved, output), output
 
     def _placed(self, mode: Mode, saved: list[Tensor] | None, output: Any) -> list[Any] | None:
-        """What was saved, in the memory of what the stage returned before where others hold that, ready to be sent."""
+        """Returns what was saved, ready to be sent; outputs that others still hold keep their memory."""
         if self._returned is not None and mode != "until_saved":
             outputs = tensors_in(output)
             self._returned.take_the_place_of(outputs, [*outputs, *(saved or ())])
@@ -317,7 +317,7 @@ class DroppedProgram(DroppedStage):
     """One call of a dropped stage that runs as a program.
 
     Args:
-        program: what it runs as.
+        program: runs in place of the module's forward.
         position, module, forward, step: as for ``DroppedStage``.
     """
 
@@ -375,7 +375,7 @@ class DroppedProgram(DroppedStage):
 
 
 class SharedOutputs:
-    """What a stage returned last, as far as it is still there; this holds no memory of the device.
+    """The last output of a stage, as far as it is still there; this holds no memory of the device.
 
     A stage that reads a skip connection holds it until its own backward. Where the stage that made it is recomputed
     before, a second one of the same values would lie beside it: what is recomputed takes the memory of the first.

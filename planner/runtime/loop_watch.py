@@ -40,9 +40,9 @@ class LoopPeak:
     over two steps: what a step finds there and lets go of is seen only if it was seen taken.
 
     Args:
-        plan: that is applied.
-        model: that it is applied to.
-        device: that the model computes on.
+        plan: the applied plan.
+        model: the model with the plan.
+        device: the device on which it computes.
 
     Attributes:
         is_over: all that was to be taken was taken, or another profiler took this one's place.
@@ -99,7 +99,7 @@ class LoopPeak:
         return begins
 
     def pause(self) -> None:
-        """What runs from now on is no part of the loop: begin anew with the next step that is."""
+        """Leave out the steps from now on, which are none of the loop, and begin anew with the next one that is."""
         self._peak.stop()
         self._version, self._begins = None, 0
 
@@ -131,7 +131,7 @@ class _CudaPeak:
         self._before_bytes = 0
 
     def loop_begins(self) -> None:
-        """What was before is no peak of the loop."""
+        """Leave out peaks of what ran before the loop."""
         self._before_bytes = requested_bytes(self._device).peak
 
     def is_lost(self) -> bool:
@@ -207,14 +207,14 @@ WATCHED = 4  # forwards whose outputs are looked after, and more as long as a pe
 
 
 class LoopWatch:
-    """What a loop holds beside what its plan counts on, looked at as forwards begin.
+    """Finds what a loop holds beside what its plan counts on, as forwards begin.
 
     That gradients or outputs are there costs nothing to see.
 
     Args:
-        plan: that is applied.
-        model: that it is applied to.
-        device: that it computes on.
+        plan: the applied plan.
+        model: the model with the plan.
+        device: the device on which it computes.
         warn: gives the warnings of the plan.
         metered: also take the peak of a whole step.
 
@@ -250,7 +250,7 @@ class LoopWatch:
 
     @contextlib.contextmanager
     def outside_loop(self) -> Iterator[None]:
-        """Of the steps within it no peak is taken: they are metered by themselves, and none of the loop's."""
+        """Inside, no peak is taken of steps: they are metered by themselves, and are none of the loop."""
         peak = self._peak
         try:
             self._peak = None
@@ -365,7 +365,7 @@ class LoopWatch:
         return max(0, more_bytes) if own_step else more_bytes
 
     def _take_peak(self, peak: LoopPeak, more_bytes: int) -> None:
-        """Of the step before, where a forward begins another one.
+        """Take the peak of the step before, where a forward begins another one.
 
         Args:
             peak: takes it.

@@ -196,8 +196,8 @@ class ParameterChecks:
     """A model's parameters, to be looked at in every step: their types, and which are trained. It takes microseconds.
 
     Args:
-        model: whose parameters they are.
-        precision: of the plan, which says what they should be.
+        model: the model with the parameters.
+        precision: the plan's, which says what types they should have.
         warn: gives the warnings.
     """
 
@@ -272,7 +272,7 @@ class CheckTurns:
         """Another forward.
 
         Args:
-            circumstances: what the stages may depend on and is known: shapes of the batch, the mode.
+            circumstances: known things that the stages may depend on: shapes of the batch, the mode.
         """
         self._forwards += 1
         self._left = max(0, self._left - 1)
@@ -288,7 +288,7 @@ class CheckTurns:
 
 @dataclass(slots=True)
 class Deviations:
-    """What the stages of an applied plan were seen to do otherwise than was profiled, from step to step.
+    """Differences from the profile that were seen in the stages of an applied plan, from step to step.
 
     Attributes:
         undefined: by stage, numbers of saved tensors some of whose values are undefined memory.

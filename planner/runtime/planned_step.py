@@ -35,7 +35,7 @@ class PlannedStep:
 
     Args:
         plan, lowered, deviations, batch: as for ``StepContext``.
-        programs: of the plan's captured stages.
+        programs: those of the plan's captured stages.
         warn: gives the warnings of the plan.
         engine: copies to and from host memory; None where nothing is sent.
     """
@@ -87,7 +87,7 @@ class PlannedStep:
 
         Args:
             like: position of a stage of its kind.
-            name: of the module.
+            name: name of the module.
             module, forward, args, kwargs: as for ``run``.
         """
         kin = self._plan.stages[like]

@@ -23,7 +23,7 @@ class ScheduleRunner:
         lowered: what the schedule does at each stage.
         count: number of stages in the plan.
         stages: the dropped stages of the step by position, as far as the graph needs them.
-        transfers: of the step; None where nothing is sent.
+        transfers: the step's copies to host memory and back; None where nothing is sent.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ScheduleRunner:
         self._release_inputs(position)
 
     def _recompute_before(self, position: int, output: Recomputed | None) -> Recomputed | None:
-        """What the schedule recomputes before the backward of a stage, also where this step left that stage out."""
+        """Recompute what the schedule has before the backward of a stage, also where this step left that stage out."""
         transfers = self._transfers
         for number, rerun in enumerate(self._lowered.reruns.get(position, ())):
             if transfers is not None:

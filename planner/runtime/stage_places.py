@@ -54,8 +54,8 @@ class StagePlaces:
     that has not run: of several experts, another one may be drawn.
 
     Args:
-        plan: whose stages they are.
-        model: that it is applied to.
+        plan: the applied plan.
+        model: the model with the plan.
         wanted: positions of the stages to look for; those that an unseen module may stand for are added.
     """
 

@@ -52,7 +52,7 @@ class StagePrograms:
     Args:
         plan: the applied plan.
         lowered: what its schedule does at each stage.
-        model: the model that it is applied to.
+        model: the model with the plan.
         warn: gives the warnings of the plan.
         compiled: as for ``CallProgram``.
     """
@@ -98,7 +98,7 @@ class StagePrograms:
         """The program for a call of a stage; None where it has none, which is said once.
 
         Args:
-            position: of the stage in the plan.
+            position: place of the stage in the plan.
             module, forward, args, kwargs: the call.
         """
         if position not in self._looked_at or isinstance(forward, CompiledForward):

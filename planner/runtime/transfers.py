@@ -63,9 +63,7 @@ class OffloadableTensor(SavedTensor):
 
     def tensor(self) -> Tensor:
         """The tensor, brought back from host memory; RuntimeError where it was changed in place, as autograd does."""
-        if self.offloaded:
-            assert self._storage is not None
-            self._storage.fetch_now()
+        self.fetched()
         return super().tensor()
 
     def fetched(self) -> tuple[Tensor, int]:
@@ -146,18 +144,18 @@ class OffloadedStorage:
 
 
 class SavedTensorLog:
-    """What autograd saves in a first run of a stage, in order; the graph alone owns it."""
+    """Notes what autograd saves in a first run of a stage, in order; the graph alone owns it."""
 
     def __init__(self) -> None:
         self.parameters = SavedParameters()
         self._packed: list[weakref.ref[OffloadableTensor] | None] = []
 
     def note(self, packed: Any) -> None:
-        """What was given to autograd for the next saved tensor."""
+        """Note what was given to autograd for the next saved tensor."""
         self._packed.append(weakref.ref(packed) if isinstance(packed, OffloadableTensor) else None)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What a stage that is kept gives to autograd: a parameter is there anyway."""
+        """Returns what a kept stage gives to autograd; a parameter is there anyway."""
         packed = self.parameters.stand_in(tensor) if is_parameter_like(tensor) else OffloadableTensor(tensor.detach())
         self.note(packed)
         return packed
@@ -237,7 +235,7 @@ class TransferExecutor:
     moment is brought back by whoever uses it; then its later transfers come to nothing.
 
     Args:
-        plan, lowered: of the step.
+        plan, lowered: the applied plan, and what its schedule does at each stage.
         engine: copies the bytes.
         waiting: dropped stages by position, as far as the graph needs them.
         warn: gives the warnings of the plan.

@@ -29,7 +29,7 @@ WATCHERS: list[Callable[[nn.Module, Callable[[], Any]], Any]] = []
 
 
 class HandedOver(NamedTuple):
-    """What the forward of a program has handed over to backward."""
+    """A program, and what its forward has handed over to backward."""
 
     program: CallProgram
     tensors: list[Any]
@@ -120,12 +120,12 @@ class CallProgram:
     def gradients(
         self, saved: list[Any], gradients: list[Tensor], flags: list[Any] | None
     ) -> tuple[Tensor | None, ...]:
-        """What backward contributes to the gradients of the inputs of the forward; empties both lists.
+        """Returns what backward contributes to the gradients of the forward's inputs; empties both lists.
 
         Args:
             saved: what the forward handed over.
-            gradients: of what the call returned.
-            flags: of forward, which its ops run again with.
+            gradients: those of what the call returned.
+            flags: torch's in forward, with which its ops are recomputed.
         """
         for number, (size, stride) in zip(self.captured.tangents, self.layouts, strict=True):
             saved.append(_as_traced(gradients[number], size, stride))
@@ -141,7 +141,7 @@ class CallProgram:
 
 
 def _parameters_among(captured: CapturedCall, forward: fx.GraphModule) -> list[tuple[int, int]]:
-    """What a forward hands over of what its module holds: the place of each there, and its number among the inputs."""
+    """Returns the parameters that a forward hands over: the place of each there, and its number among the inputs."""
     (output,) = forward.graph.find_nodes(op="output")
     inputs = {node.name: number for number, node in enumerate(captured.graph.inputs)}
     handed = output.args[0][captured.graph.forward_outputs :]
@@ -216,7 +216,7 @@ class BoundProgram:
 
     Args:
         program: for modules like this one.
-        module: whose parameters and buffers are read.
+        module: the module whose parameters and buffers are read.
 
     Attributes:
         program, module: as given.
@@ -237,7 +237,7 @@ class BoundProgram:
         self._written = [(*_table_of(module, name), name in uncounted) for name in program.captured.written]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward returns for these arguments."""
+        """Returns what the module's forward does for these arguments."""
         return self.called(args, kwargs, None, checked=True)
 
     def called(self, args: Any, kwargs: Any, batch: BatchCopies | None, *, checked: bool) -> Any:
@@ -265,7 +265,7 @@ class BoundProgram:
         return self._with_passed_on(made[len(self._written) :], args, kwargs)
 
     def handed_over(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Tensor]]:
-        """What a second run of the call hands over to backward, and the tensors that it returns."""
+        """Recomputes the call; returns what it hands over to backward, and the tensors that it returns."""
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = self._seen(lambda: self.program.forward_code(self._inputs(args, kwargs)))
         returned = self.program.captured.graph.forward_outputs
@@ -436,7 +436,7 @@ class _DroppedCall(torch.autograd.Function):
 
 
 def _saved_by(ctx: Any, program: CallProgram) -> tuple[Tensor, ...]:
-    """What autograd has saved; where it says that something was changed, and ops read it that run again, in words."""
+    """Returns what autograd has saved; says in words where recomputed ops read something that was changed."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -462,7 +462,7 @@ def _as_eager_saves(parameter: Tensor, viewed: bool) -> Tensor:
 
 
 def _outputs_of(ctx: Any, bound: BoundProgram, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of what a forward's program returned first, what its call does; buffers are written."""
+    """Returns the call's outputs among what the forward's program returned first; buffers are written."""
     captured = bound.program.captured
     count = len(captured.written)
     bound.write(made[:count])
@@ -532,7 +532,7 @@ def inputs_read_again(backward: fx.GraphModule, of_module: dict[str, bool]) -> l
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a value, by views of it as well."""
+    """Returns what reads a value, by views of it as well."""
     readers: list[fx.Node] = []
     for user in node.users:
         readers += _readers(user) if is_view(user) and AGAIN not in user.meta else [user]
@@ -544,8 +544,8 @@ class ReadAgain:
 
     Args:
         reads: the inputs.
-        handed: what forward hands over; what of the batch only second runs read is taken out of it.
-        batch: of the step; None where it is not known.
+        handed: all that forward hands over; parts of the batch that only recomputed ops read are taken out.
+        batch: the step's batch; None where it is not known.
         checked: whether backward compares some values of parameters with those of forward.
     """
 

@@ -63,7 +63,7 @@ class UnsettledError(CaptureError):
     """A call that sets attributes of its modules: a first one often does, and those after it need not.
 
     Attributes:
-        changes: that it makes; None where there are others than of plain attributes.
+        changes: its changes; None where there are others than of plain attributes.
     """
 
     def __init__(self, message: str, changes: Sequence[Change] | None) -> None:
@@ -83,7 +83,7 @@ class CapturedCall:
     """Forward and backward of a call of a module, and what the inputs and outputs of the graph are.
 
     Attributes:
-        graph: of both.
+        graph: forward and backward in one.
         sources: of each input of the forward: the name of a parameter or buffer of the module, or the number of a
             tensor in the call's arguments.
         returned: the call's output, with what stands for its tensors.
@@ -131,10 +131,10 @@ def capture_call(
     """Trace a call of a module.
 
     Args:
-        module: whose parameters and buffers it uses.
-        forward: what is called: the module's own forward.
-        args, kwargs: of the call, with tensors as they come in training.
-        gradients: that come to what it returns.
+        module: the called module.
+        forward: the module's own forward.
+        args, kwargs: arguments of the call, with tensors as they come in training.
+        gradients: layouts of the gradients of what it returns.
 
     Raises:
         CaptureError: it is no single graph of ops (Python looks at values, or an op has no fake tensors), computes

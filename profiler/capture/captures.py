@@ -38,7 +38,7 @@ class CallGuard:
     """Says whether a call is one that a capture holds for.
 
     Args:
-        module, args, kwargs: of the call that was captured, as they are before it.
+        module, args, kwargs: module and arguments of the captured call, as they are before it.
     """
 
     __slots__ = ("_flat", "_globals", "_module", "_modules", "_parameters", "_tensors", "_torch", "_trained", "_tree")
@@ -57,7 +57,7 @@ class CallGuard:
         self._globals = [each for each in globals_of_forwards(module) if isinstance(each[2], _PLAIN)]
 
     def other_arguments(self, args: Any, kwargs: Any) -> str:
-        """What is another in the arguments of a call than it was in the captured one; empty where nothing is."""
+        """Says how the arguments of a call differ from those of the captured one; empty where they do not."""
         if self._flat is not None and _flat(args, kwargs) == self._flat:
             return ""
         tensors = tensors_in((args, kwargs))
@@ -69,7 +69,7 @@ class CallGuard:
         return ""
 
     def refusal(self, args: Any, kwargs: Any) -> str:
-        """What is another now than it was in the captured call, in words; empty where nothing is."""
+        """Says what differs now from the captured call; empty where nothing does."""
         if what := self.other_arguments(args, kwargs):
             return what
         with without_forward(self._module):
@@ -85,9 +85,9 @@ class CallGuard:
         """Whether a call of another module is as the captured one, whose own module has to be as it was then.
 
         Args:
-            module: of the call.
+            module: the called module.
             unread: attributes that may differ.
-            args, kwargs: of the call.
+            args, kwargs: arguments of the call.
         """
         differing = differing_attributes(self._module, module)
         if differing is None or not differing <= {*unread}:

@@ -280,7 +280,7 @@ def _saves_without_statistics(norm: fx.Node) -> bool:
 
 
 def second_call(op: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What a second run of an op calls: a batch norm neither reads nor makes statistics, which have changed meanwhile.
+    """The call that recomputes an op: a batch norm neither reads nor makes statistics, which have changed meanwhile.
 
     Returns:
         The function, its positional and its named arguments.

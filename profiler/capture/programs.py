@@ -112,8 +112,8 @@ class AsInForward(fx.Interpreter):
     """Runs a program of a backward call by call, its second runs with the flags of forward: kernels read some of them.
 
     Args:
-        program: of the backward.
-        flags: that ``flags_now`` gave in forward.
+        program: that of the backward.
+        flags: torch's in forward, as ``flags_now`` gives them.
     """
 
     def __init__(self, program: fx.GraphModule, flags: list[Any]) -> None:
@@ -161,7 +161,7 @@ def _direct_call(node: fx.Node) -> Any:
 
 
 class _Values:
-    """What runs make: tensors with a storage of their own, each by its node in the joint graph."""
+    """The values that runs make: tensors with a storage of their own, each by its node in the joint graph."""
 
     def __init__(self, graph: JointGraph) -> None:
         self._makers = set(graph.makers.values())
@@ -169,14 +169,14 @@ class _Values:
         self._tangents = set(graph.tangents)
 
     def made_by(self, op: fx.Node, *, again: bool) -> list[fx.Node]:
-        """What a run of an op makes: itself, or the items of its result that somebody reads."""
+        """Returns what a run of an op makes: itself, or the items of its result that somebody reads."""
         if isinstance(op.meta["val"], Tensor):
             return [op]
         items = [user for user in op.users if user.target is operator.getitem and user in self._needed]
         return [item for item in items if not (again and is_batch_norm(op) and item.args[1] in RUNNING_STATISTICS)]
 
     def missing_in(self, ops: Iterable[fx.Node], ran: set[fx.Node], outputs: Iterable[Any]) -> list[fx.Node]:
-        """What ops and outputs read that ops before them do not make, gradients of outputs left out.
+        """Returns what ops and outputs read that ops before them do not make, gradients of outputs left out.
 
         Args:
             ops: in the order of their runs.
@@ -210,7 +210,7 @@ class _Values:
 
 
 def inputs_of(op: fx.Node, *, again: bool) -> list[fx.Node]:
-    """What a run of an op reads: a second one of a batch norm no running statistics, which have changed meanwhile."""
+    """Returns what a run of an op reads; a recomputed batch norm reads no running statistics, which have changed."""
     if not again:
         return op.all_input_nodes
     _, args, kwargs = second_call(op)
@@ -291,7 +291,7 @@ class _Writer:
         return made
 
     def _of(self, node: fx.Node) -> fx.Node:
-        """What stands for a node of the joint graph now; a view is made where there is none of what it looks at."""
+        """Returns the node that stands for one of the joint graph now; a view is made where there is none yet."""
         if node in self._now:
             return self._now[node]
         sources = [self._of(source) for source in node.all_input_nodes]

@@ -52,7 +52,7 @@ class Placeholder:
         return unpack(self.filled())
 
     def filled(self) -> Any:
-        """What it holds, once its call is recomputed."""
+        """Returns what it holds; its call is recomputed where it is not there yet."""
         if self.value is None:
             self.call.recompute()
         assert self.value is not None
@@ -60,7 +60,7 @@ class Placeholder:
 
 
 class Recomputed(NamedTuple):
-    """What the latest recomputation of a call returned; emptied once the next call has taken its input from it."""
+    """The output of the latest recomputation of a call; emptied once the next call has taken its input from it."""
 
     call: DroppedCall
     tensors: list[Tensor]
@@ -73,7 +73,7 @@ class DroppedCall:
     is recomputed as backward first asks for something: profiling runs stages so where a whole step does not fit.
 
     Args:
-        module, forward: that are called.
+        module, forward: the called module, and the forward that runs.
         changing: as for ``CallState``.
         held: numbers of the saved tensors that stay.
 
@@ -112,7 +112,7 @@ class DroppedCall:
         """Hold the arguments, but for those that the call before makes again.
 
         Args:
-            arguments: of the first run.
+            arguments: those of the first run.
             before: the call before.
             links, on_device: as for ``HeldInput``.
         """
@@ -165,8 +165,8 @@ class DroppedCall:
         """Recompute the call, and before it those that make its input, from the last one whose input is held.
 
         Args:
-            mode: of this call's run.
-            before: what was recomputed directly before.
+            mode: how this call is recomputed.
+            before: the recomputation directly before.
 
         Returns:
             What it returned; None where it was stopped once all was saved.
@@ -201,7 +201,7 @@ class DroppedCall:
         return self.input.tensors(linked)
 
     def _recomputed(self, mode: Mode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
-        """What a recomputation saves (None where nothing is to be kept) and returns.
+        """Recompute the call; returns what it saves (None where nothing is to be kept) and its output.
 
         Raises:
             RerunError: it is not what the first run saved.

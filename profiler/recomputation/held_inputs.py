@@ -120,7 +120,7 @@ class HeldInput:
     """The arguments of a call.
 
     Args:
-        arguments: of the call.
+        arguments: positional and keyword arguments of the call.
         tensors: all that are in the arguments, in order.
         links: number of an input tensor -> number of the output of the call before that it is.
         hold_linked: whether linked tensors are held as well; else the call before makes them again.
@@ -162,7 +162,7 @@ class HeldInput:
         """Copy what is of the batch, unless autograd has saved it: then backward reads what is there by then.
 
         Args:
-            batch: of the step.
+            batch: the step's batch.
             saved: storages that the call saved for backward.
         """
         for held in self._held:
@@ -202,7 +202,7 @@ class HeldInput:
 
 
 class CallOutput:
-    """What a call returned, as far as it is alive and as it was then: what the next call takes may be it.
+    """The output of a call, as far as it is alive and as it was then; the next call may take tensors of it.
 
     Args:
         tensors: in the output.

@@ -34,13 +34,13 @@ class _AllSaved(BaseException):
 
 
 class CallState:
-    """What a call depends on besides its arguments, captured before its first run.
+    """Records what a call depends on besides its arguments, before its first run.
 
     That is what its modules hold, random numbers, and what torch keeps for the whole process (autocast, flags, modes).
 
     Args:
-        module: whose call it is.
-        device: of its arguments.
+        module: the called module.
+        device: the device of its arguments.
         draws_random: it may advance a random generator, of torch, Python or numpy.
         changing: names (relative to the module) of buffers that it is known to change.
         inputs: parameters and buffers, of a program, which reads nothing else of the modules.
@@ -88,7 +88,7 @@ class CallState:
         return not self._modules.holds_what_it_held() or (self._host is not None and self._host.has_advanced())
 
     def plain_changes(self) -> list[Change] | None:
-        """What attributes and containers of the modules hold now and did not; None where more has changed."""
+        """Returns what attributes and containers of the modules hold now and did not; None where more has changed."""
         advanced = self._host is not None and self._host.has_advanced()
         return None if advanced else self._modules.plain_changes()
 
@@ -144,8 +144,8 @@ def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs
     """Run again, keep nothing for backward, return the output cut off from the graph.
 
     Args:
-        call, args, kwargs: what to run.
-        state: of the first run.
+        call, args, kwargs: the call to run.
+        state: recorded in the first run.
         saw: is told of each tensor that autograd saves.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(saw or (lambda tensor: False), _not_to_be_unpacked)

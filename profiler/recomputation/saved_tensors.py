@@ -1,4 +1,4 @@
-"""What stands in the autograd graph for a tensor until it is needed, and whether a second run saves the same.
+"""Stand-ins in the autograd graph for tensors until they are needed, and whether a recomputation saves the same.
 
 What a first run saved is told by signatures, which do not keep it; those of a second run are compared with them.
 """
@@ -41,35 +41,21 @@ class TensorStandIn(Protocol):
 
 
 def unpack(packed: Tensor | TensorStandIn) -> Tensor:
-    """What saved-tensor hooks return for what they packed: the tensor itself."""
+    """Returns the tensor for what saved-tensor hooks have packed."""
     return packed if isinstance(packed, Tensor) else packed.tensor()
 
 
 class SavedTensor:
     """Stands in the graph for a tensor that is kept, with the version that autograd would have checked."""
 
-    __slots__ = ("_holder", "_tensor", "_version")
+    __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._version = version_of(tensor)
-        self._holder: TensorStandIn | None = None
-
-    def pass_on(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
-        """Let another stand-in hold the tensor, unless it was changed in place: then using it has to fail."""
-        if self._holder is None and version_of(self._tensor) == self._version:
-            self._holder = holder_of(self._tensor)
-            del self._tensor
-
-    @property
-    def held(self) -> Tensor | None:
-        """The tensor; None where another stand-in holds it."""
-        return self._tensor if self._holder is None else None
 
     def tensor(self) -> Tensor:
         """The tensor; raises RuntimeError where it was changed in place, as autograd does."""
-        if self._holder is not None:
-            return self._holder.tensor()
         if version_of(self._tensor) != self._version:
             raise self._changed()
         return self._tensor
@@ -89,15 +75,22 @@ class SavedParameter(SavedTensor):
     at it again later, and find what its ``.data`` is by then.
     """
 
-    __slots__ = ("_storage",)
+    __slots__ = ("_holder", "_storage")
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(parameter)
+        self._holder: TensorStandIn | None = None
         self._storage: int | None = None
+
+    def pass_on(self, holder_of: Callable[[Tensor], TensorStandIn]) -> None:
+        """Let another stand-in hold the parameter, unless it was changed in place: then using it has to fail."""
+        if self._holder is None and version_of(self._tensor) == self._version:
+            self._holder = holder_of(self._tensor)
+            del self._tensor
 
     def tensor(self) -> Tensor:
         """The parameter; raises RerunError where its ``.data`` was replaced since a graph of gradients took it."""
-        parameter = super().tensor()
+        parameter = super().tensor() if self._holder is None else self._holder.tensor()
         if self._storage is None:
             if torch.is_grad_enabled():
                 self._storage = storage_key(parameter)
@@ -133,7 +126,7 @@ def some_values_of(tensor: Tensor) -> Values:
 
 @functools.lru_cache(maxsize=10_000)
 def _reader(shape: tuple[int, ...], stride: tuple[int, ...], element_bytes: int) -> Callable[[Any], Values]:
-    """What reads the compared values of a tensor that lies so."""
+    """Returns a function that reads the compared values of a tensor that lies so."""
     numbers = 2 if element_bytes == 16 else 1
     offsets = []
     for place in compared_places(math.prod(shape)):
@@ -176,7 +169,7 @@ def without_graph(tensor: Tensor) -> Tensor:
 
 
 def change_counter(tensor: Tensor) -> Tensor:
-    """What counts changes in place along with a plain tensor and all views of it, and lies in no memory."""
+    """Returns a tensor that counts changes in place with a plain one and all views of it, and lies in no memory."""
     with torch._C._DisableTorchDispatch():
         counter = without_graph(tensor)
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -207,7 +200,7 @@ def _read_as(tensor: Tensor, conjugate: bool, negative: bool) -> Tensor:
 
 
 class SavedSignature(NamedTuple):
-    """Of one saved tensor: how it lies in memory, and on the CPU the bits of some of its values."""
+    """How one saved tensor lies in memory, and on the CPU the bits of some of its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -220,7 +213,7 @@ def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature:
     """The signature of a tensor as it is now.
 
     Args:
-        tensor: that autograd saves.
+        tensor: a tensor that autograd saves.
         values: whether its values count.
     """
     layout = tensor.layout

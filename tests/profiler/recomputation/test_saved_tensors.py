@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from profiler.recomputation.rng_state import drawing_from_all, states_on
 from profiler.recomputation.saved_tensors import (
     RerunError,
     SavedParameter,
-    SavedTensor,
     change_counter,
     compared_places,
     geometry_of,
@@ -38,19 +38,20 @@ class Holder:
 
 def test_a_tensor_changed_in_place_since_is_refused_as_autograd_does() -> None:
     tensor = torch.ones(2, 3)
-    saved = SavedTensor(tensor)
-    assert unpack(saved) is tensor and saved.held is tensor
+    saved = SavedParameter(tensor)
+    assert unpack(saved) is tensor
     tensor.add_(1)
     with pytest.raises(RuntimeError, match=r"a tensor of shape \(2, 3\) is at version 1, expected version 0"):
         saved.tensor()
-    saved.pass_on(Holder)  # Who holds it from now on could not tell.
-    assert saved.held is tensor
+    saved.pass_on(lambda tensor: pytest.fail("who holds it from now on could not tell"))
 
 
 def test_a_tensor_that_is_passed_on_is_held_by_the_other_one_alone() -> None:
-    saved = SavedTensor(torch.ones(2))
-    saved.pass_on(Holder)
-    assert saved.held is None and torch.equal(saved.tensor(), torch.ones(2))
+    tensor = torch.ones(2)
+    saved, alive = SavedParameter(tensor), weakref.ref(tensor)
+    del tensor
+    saved.pass_on(lambda tensor: Holder(tensor.clone()))
+    assert alive() is None and torch.equal(saved.tensor(), torch.ones(2))
     saved.pass_on(lambda tensor: pytest.fail("it is passed on already"))
 
 
