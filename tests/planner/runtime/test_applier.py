@@ -110,7 +110,7 @@ def test_plans_survive_their_file_and_refuse_spoilt_ones(tmp_path: Any) -> None:
     text = path.read_text()
     for spoilt, message in [
         (text[:-40], "breaks off"),
-        (text.replace('"version": 2', '"version": 3'), "version 2, got 3"),
+        (text.replace('"version": 3', '"version": 4'), "version 3, got 4"),
         (text.replace('"forward"', '"foward"'), "fields of a plan"),
         (text.replace('"schedule"', '"sched"'), "fields of a plan"),
     ]:
