@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,18 @@ from planner.capacity.advice import Advice
 from planner.capacity.levers import Combination, Lever
 from planner.explain.memory_breakdown import GROUPS, MemoryBreakdown
 from planner.explain.tables import Facts, PlainTable, facts, plain_table
-from planner.pictures import AxisUnits, check_picture, new_figure, units_up_to, write_picture
+from planner.pictures import (
+    BUDGET,
+    FITS,
+    MISSES,
+    ORANGE,
+    AxisUnits,
+    check_picture,
+    new_figure,
+    part_look,
+    units_up_to,
+    write_picture,
+)
 from planner.units import exact_bytes, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -235,20 +246,6 @@ def _rounded(combination: Combination) -> str:
     return " up to rounding" if combination.result == "rounding" else ""
 
 
-# Colours after Okabe and Ito: told apart with colour-blind eyes too; parts of the model states in shades of one.
-_COLOURS = {"inputs": "#F0E442", "outputs": "#009E73", "activations": "#E69F00", "temporaries": "#CC79A7"}
-_STATE_COLOURS = {
-    "parameters": "#0072B2",
-    "optimizer states": "#3D94C9",
-    "gradients": "#56B4E9",
-    "casts of parameters": "#7FC4EC",
-    "other parameters": "#9DD2F1",
-    "buffers": "#B9DEF5",
-    "loss scale": "#CFE8F7",
-    "other": "#E4F2FB",
-}
-_DARK = ("#0072B2", "#3D94C9")
-_FITS, _MISSES, _BUDGET = "#009E73", "#BBBBBB", "#B00020"
 _PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 _BARS = 10
 _LEVERS = 16
@@ -291,8 +288,10 @@ def advice_figure(advice: Advice) -> Figure:
 def _draw_moments(axes: Axes, advice: Advice, units: AxisUnits) -> None:
     """A bar for each moment."""
     widest_bytes = max(advice.budget_bytes, *(breakdown.peak_bytes for breakdown in advice.memory))
+    names = dict.fromkeys(name for breakdown in advice.memory for name in _parts(breakdown))
+    looks = {name: part_look(number) for number, name in enumerate(names)}
     for place, breakdown in enumerate(advice.memory):
-        _draw_moment(axes, place, breakdown, units, widest_bytes)
+        _draw_moment(axes, place, breakdown, looks, units, widest_bytes)
     _mark_budget(axes, advice, units)
     axes.set_yticks(range(len(advice.memory)), [breakdown.moment for breakdown in advice.memory])
     axes.invert_yaxis()
@@ -306,17 +305,23 @@ def _draw_moments(axes: Axes, advice: Advice, units: AxisUnits) -> None:
     axes.legend(entries.values(), entries.keys(), fontsize="small", frameon=False, **place)
 
 
-def _draw_moment(axes: Axes, place: int, breakdown: MemoryBreakdown, units: AxisUnits, widest_bytes: int) -> None:
+def _draw_moment(
+    axes: Axes,
+    place: int,
+    breakdown: MemoryBreakdown,
+    looks: Mapping[str, tuple[str, str]],
+    units: AxisUnits,
+    widest_bytes: int,
+) -> None:
     """The parts of a moment from the states onwards, with their sizes where there is room for them."""
     left = 0.0
-    for name, size, colour in _slices(breakdown):
-        width = size / units.bytes_each
-        axes.barh(place, width, left=left, color=colour, edgecolor="white", height=0.7, label=name)
+    for name, size in _parts(breakdown).items():
+        width, (colour, hatch) = size / units.bytes_each, looks[name]
+        axes.barh(place, width, left=left, color=colour, hatch=hatch, edgecolor="white", height=0.7, label=name)
         if size >= _SMALL * widest_bytes:
-            shade = "white" if colour in _DARK else "black"
             on = {**_PLAIN, "facecolor": colour}  # The budget's line does not strike the number through.
             text = format_bytes(size)
-            axes.text(left + width / 2, place, text, ha="center", va="center", fontsize=8, color=shade, bbox=on)
+            axes.text(left + width / 2, place, text, ha="center", va="center", fontsize=8, bbox=on)
         left += width
     _say_beside(axes, left, place, format_bytes(breakdown.peak_bytes), fontsize=9, fontweight="bold")
 
@@ -330,20 +335,19 @@ def _say_beside(axes: Axes, end: float, place: int, text: str, **style: Any) -> 
 def _mark_budget(axes: Axes, advice: Advice, units: AxisUnits) -> None:
     label = f"budget {format_bytes(advice.budget_bytes)}"
     place = advice.budget_bytes / units.bytes_each
-    axes.axvline(place, color=_BUDGET, linestyle=":", linewidth=1.5, label=label, zorder=1)
+    axes.axvline(place, color=BUDGET, linestyle=":", linewidth=1.5, label=label, zorder=1)
 
 
-def _slices(breakdown: MemoryBreakdown) -> list[tuple[str, int, str]]:
-    """Name, bytes and colour of each part with any bytes."""
-    slices = [(name, breakdown.by_what("model states").get(name, 0), colour) for name, colour in _STATE_COLOURS.items()]
-    slices += [(group, breakdown.of_group(group), _COLOURS[group]) for group in GROUPS if group in _COLOURS]
-    return [part for part in slices if part[1] > 0]
+def _parts(breakdown: MemoryBreakdown) -> dict[str, int]:
+    """Bytes of each part: the model states one by one, all else by its group."""
+    groups = {group: breakdown.of_group(group) for group in GROUPS if group != "model states"}
+    return {name: size for name, size in (breakdown.by_what("model states") | groups).items() if size > 0}
 
 
 def _draw_parts(axes: Axes, sizes: dict[str, int], title: str, units: AxisUnits) -> None:
     shown = {name: size for name, size in shortened(sizes, _BARS).items() if size > 0}
     places = range(len(shown))
-    axes.barh(places, [size / units.bytes_each for size in shown.values()], color=_COLOURS["activations"])
+    axes.barh(places, [size / units.bytes_each for size in shown.values()], color=ORANGE)
     axes.set_yticks(places, [_wrapped(name) for name in shown], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(units.bytes_name)
@@ -365,7 +369,7 @@ def _draw_levers(axes: Axes, times: Axes, advice: Advice, units: AxisUnits) -> N
     rows: list[Combination] = [*alone, *foremost(advice, _LEVERS - len(alone))]
     places = range(len(rows))
     right = 1.35 * max([advice.budget_bytes, *(row.peak_bytes for row in rows)]) / units.bytes_each
-    colours = [_FITS if row.fits else _MISSES for row in rows]
+    colours = [FITS if row.fits else MISSES for row in rows]
     axes.barh(places, [row.peak_bytes / units.bytes_each for row in rows], color=colours)
     best = {id(advice.cheapest): " \u2190 fastest", id(advice.exact or advice.cheapest): " \u2190 advice"}
     for place, row in zip(places, rows, strict=True):

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 
 from planner.capacity.batch_limits import MODE_NAMES, Limit, MaxBatch, NoBatch
 from planner.explain.tables import facts, plain_table
-from planner.pictures import check_picture, new_figure, write_picture
+from planner.pictures import BLUE, ORANGE, check_picture, new_figure, write_picture
 from planner.units import exact_bytes, format_bytes
 
 if TYPE_CHECKING:
@@ -111,8 +111,6 @@ def _speed(limit: Limit) -> str:
     return _NOTHING if limit.samples_per_second is None else f"{limit.samples_per_second:.4g}"
 
 
-# Colours after Okabe and Ito: told apart with colour-blind eyes too.
-_SIZE, _SPEED = "#0072B2", "#E69F00"
 _ROOM = 1.45  # right of the longest bar, for what is written behind it
 
 
@@ -131,14 +129,14 @@ def limits_figure(limits: MaxBatch) -> Figure:
     rows = [(name, limit) for name, limit in rows_of(limits) if limit.size is not None]
     figure = new_figure(10, 1.2 + 0.55 * len(rows), dpi=130)
     sizes, speeds = figure.subplots(1, 2, sharey=True)
-    _bars(sizes, [limit.size or 0 for _, limit in rows], [_size_text(limit) for _, limit in rows], _SIZE)
+    _bars(sizes, [limit.size or 0 for _, limit in rows], [_size_text(limit) for _, limit in rows], BLUE)
     sizes.set_xlabel(f"{limits.vary}, and the peak of its step")
     sizes.set_yticks(
         range(len(rows)), [name for name, _ in rows[:-1]] + [f"{rows[-1][0]}:\n{MODE_NAMES[limits.best.mode]}"]
     )
     sizes.invert_yaxis()
     rates = [limit.samples_per_second or 0.0 for _, limit in rows]
-    _bars(speeds, rates, [_speed_text(limit) for _, limit in rows], _SPEED)
+    _bars(speeds, rates, [_speed_text(limit) for _, limit in rows], ORANGE)
     speeds.set_xlabel("samples a second")
     figure.suptitle(f"largest {limits.vary} within {format_bytes(limits.budget_bytes)}", fontsize="medium")
     return figure

@@ -7,7 +7,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from planner.pictures import AxisUnits, check_picture, new_figure, units_up_to, write_picture
+from planner.pictures import (
+    BLUE,
+    BROWN,
+    BUDGET,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    VERMILION,
+    AxisUnits,
+    check_picture,
+    new_figure,
+    units_up_to,
+    write_picture,
+)
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,21 +37,21 @@ class _CurveStyle(NamedTuple):
     filled: bool
 
 
-# Colours after Okabe and Ito: told apart with colour-blind eyes too. Hollow markers show what lies under them.
+# Hollow markers show what lies under them.
 _STYLES = {
-    "rotor": _CurveStyle("#0072B2", ".", 5, True),
-    "ilp": _CurveStyle("#D55E00", "v", 8, True),
-    "auto": _CurveStyle("#009E73", "x", 8, True),
-    "offload_only": _CurveStyle("#D55E00", "D", 6, False),
+    "rotor": _CurveStyle(BLUE, ".", 5, True),
+    "ilp": _CurveStyle(VERMILION, "v", 8, True),
+    "auto": _CurveStyle(GREEN, "x", 8, True),
+    "offload_only": _CurveStyle(VERMILION, "D", 6, False),
     "exhaustive": _CurveStyle("#F0E442", "P", 8, True),
-    "keep_all": _CurveStyle("#009E73", "s", 11, False),
-    "recompute_all": _CurveStyle("#CC79A7", "^", 10, True),
-    "chen_sqrt": _CurveStyle("#E69F00", "D", 8, True),
-    "chen_greedy": _CurveStyle("#8B4513", "o", 13, False),
-    "revolve": _CurveStyle("#56B4E9", "*", 8, True),
-    "demand": _CurveStyle("#009E73", "s", 9, False),
-    "hierarchy": _CurveStyle("#CC79A7", "^", 7, True),
-    "moments": _CurveStyle("#D55E00", "o", 6, False),
+    "keep_all": _CurveStyle(GREEN, "s", 11, False),
+    "recompute_all": _CurveStyle(PINK, "^", 10, True),
+    "chen_sqrt": _CurveStyle(ORANGE, "D", 8, True),
+    "chen_greedy": _CurveStyle(BROWN, "o", 13, False),
+    "revolve": _CurveStyle(SKY, "*", 8, True),
+    "demand": _CurveStyle(GREEN, "s", 9, False),
+    "hierarchy": _CurveStyle(PINK, "^", 7, True),
+    "moments": _CurveStyle(VERMILION, "o", 6, False),
 }
 _OTHER = _CurveStyle("#444444", "+", 8, True)
 _WIDE = ("auto",)  # drawn wide and pale: what lies on it is seen
@@ -92,7 +107,7 @@ def pareto_figure(frame: pd.DataFrame, *, title: str = "", budget_bytes: int | N
         _add_ratios(axes, *unplanned)
     if budget_bytes is not None:
         label = f"budget {format_bytes(budget_bytes)}"
-        axes.axvline(budget_bytes / units.bytes_each, color="#222222", linestyle=":", linewidth=1.3, label=label)
+        axes.axvline(budget_bytes / units.bytes_each, color=BUDGET, linestyle=":", linewidth=1.3, label=label)
     _label(axes, title, units)
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")  # beside the axes it hides no curve
     return figure
@@ -133,10 +148,10 @@ def _draw_infeasible(axes: Axes, curves: dict[str, _SolverCurve], bound: _Solver
     """Where no plan fits, and where one may but none is known: between the bound's first budget and the first plan."""
     smallest = min(curve.memory[0] for curve in curves.values())
     proven = smallest if bound is None else min(smallest, bound.memory[0])
-    axes.axvspan(axes.get_xlim()[0], proven, facecolor="#C03030", alpha=0.16, linewidth=0, label="no plan fits")
+    axes.axvspan(axes.get_xlim()[0], proven, facecolor=RED, alpha=0.16, linewidth=0, label="no plan fits")
     if proven < smallest:
-        axes.axvspan(proven, smallest, facecolor="#C03030", alpha=0.07, linewidth=0, label="no plan known")
-    axes.axvline(smallest, color="#C03030", linewidth=0.8, alpha=0.6)
+        axes.axvspan(proven, smallest, facecolor=RED, alpha=0.07, linewidth=0, label="no plan known")
+    axes.axvline(smallest, color=RED, linewidth=0.8, alpha=0.6)
 
 
 def _draw_bound(axes: Axes, bound: _SolverCurve) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from planner.pictures import AxisUnits, units_up_to
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
 from solvers.chain import baselines
@@ -47,6 +47,19 @@ class Span:
     stall_seconds: float = 0.0
     again_seconds: float = 0.0
 
+    @property
+    def middle_seconds(self) -> float:
+        """When it has its peak, as pictures have it."""
+        return (self.start_seconds + self.end_seconds) / 2
+
+
+class Lane(NamedTuple):
+    """The times at which one kind of action runs; ``row`` is what runs it: ``compute``, or copies in one direction."""
+
+    row: str
+    action: str
+    seconds: list[tuple[float, float]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -72,13 +85,66 @@ class Timeline:
         """Of the whole step."""
         return self.spans[-1].end_seconds
 
-    def phases(self) -> list[tuple[PhaseName, float, float]]:
-        """Each phase with its first and last second."""
-        phases = []
-        for phase, group in itertools.groupby(self.spans, key=lambda span: span.phase):
-            spans = list(group)
-            phases.append((phase, spans[0].start_seconds, spans[-1].end_seconds))
-        return phases
+    @property
+    def name(self) -> str:
+        """What it is called in pictures: for example ``measured with the plan``."""
+        return f"{'measured ' if self.source == 'measured' else ''}{'with' if self.planned else 'without'} the plan"
+
+    def points(self) -> list[tuple[float, int]]:
+        """Three points of each action: seconds and bytes at its start, its peak and its end."""
+        return [
+            point
+            for span in self.spans
+            for point in (
+                (span.start_seconds, span.before_bytes),
+                (span.middle_seconds, span.peak_bytes),
+                (span.end_seconds, span.after_bytes),
+            )
+        ]
+
+    def lanes(self) -> list[Lane]:
+        """What runs when: a lane for each kind of action, then one for copies in each direction."""
+        times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for span in self.spans:
+            action = "backward, some ops recomputed" if span.again_seconds > 0 else span.action
+            begin = span.start_seconds + span.stall_seconds
+            if span.stall_seconds > 0:
+                times.setdefault(("compute", "waits for a copy"), []).append((span.start_seconds, begin))
+            if span.end_seconds > begin and span.action in ("forward", "recompute", "loss", "backward", "optimizer"):
+                lane = times.setdefault(("compute", "backward" if action == "loss" else action), [])
+                lane.append((begin, span.end_seconds))
+        for copy in self.copies:
+            direction = copy.direction.replace("_", " ")
+            times.setdefault((direction, direction), []).append((copy.begin_seconds, copy.end_seconds))
+        return [Lane(row, action, _merged(seconds)) for (row, action), seconds in times.items()]
+
+
+def _merged(times: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Stretches of time, those without a gap between them as one."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in times:
+        if merged and begin - merged[-1][1] < 1e-9:
+            begin = merged.pop()[0]
+        merged.append((begin, end))
+    return merged
+
+
+def side_by_side(timelines: Iterable[Timeline]) -> list[Timeline]:
+    """Measured steps with their actions at the times of the predicted ones: else only seconds were compared."""
+    timelines = list(timelines)
+    predicted = {timeline.planned: timeline for timeline in timelines if timeline.source == "predicted"}
+    return [
+        aligned(timeline, predicted[timeline.planned])
+        if timeline.source == "measured" and timeline.planned in predicted
+        else timeline
+        for timeline in timelines
+    ]
+
+
+def units_of(timelines: Sequence[Timeline], budget_bytes: int) -> AxisUnits:
+    """The units of axes that hold some timelines and the budget."""
+    largest = max([budget_bytes, *(timeline.peak.peak_bytes for timeline in timelines)])
+    return units_up_to(largest, max(timeline.seconds for timeline in timelines))
 
 
 def aligned(measured: Timeline, predicted: Timeline) -> Timeline:

@@ -9,25 +9,24 @@ from typing import Any
 import plotly.graph_objects as go
 
 from planner.explain.peak import stage_in_words
-from planner.explain.timeline import Span, Timeline
-from planner.pictures import AxisUnits, units_up_to
+from planner.explain.timeline import Lane, Span, Timeline, side_by_side, units_of
+from planner.pictures import (
+    ACTIONS,
+    BLUE,
+    BUDGET,
+    CURVES,
+    GREEN,
+    GREY,
+    STATES,
+    VERMILION,
+    AxisUnits,
+    part_look,
+    units_up_to,
+)
 from planner.report.command_results import BarChart
-from planner.report.plan_report import ExplainedStep, MeasuredRun, PeakTable, PlanReport
+from planner.report.plan_report import MeasuredRun, PeakTable, PlanReport
 from planner.units import format_bytes, format_seconds
 
-# Colours after Okabe and Ito: told apart with colour-blind eyes too, and on white and black paper.
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, RED = (
-    "#1F83C9", "#E0640F", "#0BA27A", "#CC79A7", "#E69F00", "#56B4E9", "#D0314B",
-)  # fmt: skip
-GREY = "#8A8F98"
-_SOME_AGAIN = "backward, some ops again"
-_ACTIONS = {
-    "forward": SKY, "recompute": PINK, "backward": YELLOW, _SOME_AGAIN: "#E5B5D3", "optimizer": GREEN,
-    "waits for a copy": RED,
-}  # fmt: skip
-_COPIES = {"to_host": "to host", "to_device": "to device"}
-_PARTS = (BLUE, YELLOW, GREEN, PINK, SKY, ORANGE, RED, "#B8A100", GREY)
-_PATTERNS = ("", "/", "x", ".", "+", "-", "|", "\\")  # of parts that share a colour
 _HEADROOM = 1.12  # times the highest point
 
 
@@ -53,26 +52,24 @@ def timeline_figure(report: PlanReport) -> go.Figure:
 
     The predicted curves carry the position of their step and of the action as custom data.
     """
-    plan = report.plan
+    budget_bytes = report.plan.budget_bytes
     measured = report.measured.timelines if report.measured is not None else ()
-    timelines = [step.timeline for step in report.steps] + [*measured]
-    units = units_up_to(
-        max([plan.budget_bytes, *(timeline.peak.peak_bytes for timeline in timelines)]),
-        max(timeline.seconds for timeline in timelines),
-    )
+    timelines = side_by_side([step.timeline for step in report.steps] + [*measured])
+    units = units_of(timelines, budget_bytes)
     longest = max(timeline.seconds for timeline in timelines) / units.seconds_each
-    highest = max([plan.budget_bytes, *(t.peak.peak_bytes for t in timelines)]) / units.bytes_each
+    highest = max([budget_bytes, *(t.peak.peak_bytes for t in timelines)]) / units.bytes_each
     planned = report.steps[1].timeline
+    rows = list(dict.fromkeys(lane.row for lane in planned.lanes()))
     traces = [
-        _floor(plan.resident_bytes, longest, units),
-        *(_curve(number, step, units) for number, step in enumerate(report.steps)),
-        *(_measured_curve(timeline, units) for timeline in measured),
-        *_strips(planned, units),
+        _floor(report.plan.resident_bytes, longest, units),
+        *(_curve(number, timeline, units) for number, timeline in enumerate(timelines)),
+        *(_strip(lane, rows.index(lane.row), units) for lane in planned.lanes()),
     ]
-    rows = 1 + len({copy.direction for copy in planned.copies})
-    strip = 0.05 * rows
-    figure = _figure(traces, 430 + 20 * rows, hovermode="closest")
-    figure.update_xaxes(title=f"time since the step began [{units.seconds_name}]", range=[0, longest])
+    strip = 0.05 * len(rows)
+    figure = _figure(traces, 430 + 20 * len(rows), hovermode="closest")
+    whose = ", as predicted" if measured else ""
+    title = f"time since the step began{whose} [{units.seconds_name}]"
+    figure.update_xaxes(title=title, range=[0, longest], anchor="y2")
     figure.update_layout(
         yaxis={
             "title": f"bytes alive [{units.bytes_name}]",
@@ -81,16 +78,16 @@ def timeline_figure(report: PlanReport) -> go.Figure:
         },
         yaxis2={
             "domain": [0, strip],
-            "range": [-0.5, rows - 0.5],
+            "range": [len(rows) - 0.5, -0.5],
+            "tickvals": list(range(len(rows))),
+            "ticktext": rows,
             "fixedrange": True,
             "showgrid": False,
             "zeroline": False,
             "automargin": True,
         },
     )
-    names = ["runs", *dict.fromkeys(_COPIES[copy.direction] for copy in planned.copies)]
-    figure.update_layout(yaxis2_tickvals=list(range(rows)), yaxis2_ticktext=names, xaxis_anchor="y2")
-    _budget_line(figure, plan.budget_bytes, units)
+    _budget_line(figure, budget_bytes, units)
     _peak_label(figure, planned.peak, units, longest)
     _measured_lines(figure, report.measured, units)
     return figure
@@ -100,31 +97,32 @@ def _floor(resident_bytes: int, longest: float, units: AxisUnits) -> go.Scatter:
     height = resident_bytes / units.bytes_each
     return go.Scatter(
         x=[0, longest], y=[height, height], fill="tozeroy", mode="lines", name="there all the time", hoverinfo="skip",
-        line={"width": 0}, fillcolor="rgba(138,143,152,0.25)",
+        line={"width": 0, "color": STATES}, fillcolor=_pale(STATES, 0.25),
     )  # fmt: skip
 
 
-def _curve(number: int, step: ExplainedStep, units: AxisUnits) -> go.Scatter:
-    timeline = step.timeline
-    times, sizes, data, texts = [], [], [], []
-    for place, span in enumerate(timeline.spans):
-        middle = (span.start_seconds + span.end_seconds) / 2
-        text = f"{_action_in_words(span)}<br>{format_bytes(span.peak_bytes)} at {format_seconds(middle)}"
-        for at, size in (
-            (span.start_seconds, span.before_bytes),
-            (middle, span.peak_bytes),
-            (span.end_seconds, span.after_bytes),
-        ):
-            times.append(at / units.seconds_each)
-            sizes.append(size / units.bytes_each)
-            data.append([number, place])
-            texts.append(text)
-    name = "with the plan" if timeline.planned else "without the plan"
-    look = {"color": BLUE, "width": 2} if timeline.planned else {"color": GREY, "width": 1.5}
-    fill: dict[str, Any] = {"fill": "tozeroy", "fillcolor": "rgba(31,131,201,0.15)"} if timeline.planned else {}
+def _pale(colour: str, alpha: float) -> str:
+    red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+def _curve(number: int, timeline: Timeline, units: AxisUnits) -> go.Scatter:
+    """The bytes over a step; of each action its start, its peak and its end say the same words."""
+    name, colour, measured = timeline.name, CURVES[timeline.name], timeline.source == "measured"
+    texts = [
+        f"{_action_in_words(span)}<br>{format_bytes(span.peak_bytes)} at {format_seconds(span.middle_seconds)}"
+        for span in timeline.spans
+        for _ in range(3)
+    ]
+    places = None if measured else [[number, place] for place in range(len(timeline.spans)) for _ in range(3)]
+    fill: dict[str, Any] = {}
+    if timeline.planned and not measured:
+        fill = {"fill": "tozeroy", "fillcolor": _pale(colour, 0.15)}
     return go.Scatter(
-        x=times, y=sizes, customdata=data, text=texts, hovertemplate=f"<b>{name}</b><br>%{{text}}<extra></extra>",
-        mode="lines", name=name, line=look, **fill,
+        x=[at / units.seconds_each for at, _ in timeline.points()],
+        y=[size / units.bytes_each for _, size in timeline.points()],
+        customdata=places, text=texts, hovertemplate=f"<b>{name}</b><br>%{{text}}<extra></extra>", mode="lines",
+        name=name, line={"color": colour, "width": 2, "dash": "dot" if measured else "solid"}, **fill,
     )  # fmt: skip
 
 
@@ -134,65 +132,21 @@ def _action_in_words(span: Span) -> str:
     return names.get(span.action, f"{span.action} of {html.escape(stage_in_words(span.stage))}")
 
 
-def _measured_curve(timeline: Timeline, units: AxisUnits) -> go.Scatter:
-    times, sizes, texts = [], [], []
-    for span in timeline.spans:
-        middle = (span.start_seconds + span.end_seconds) / 2
-        for at, size in (
-            (span.start_seconds, span.before_bytes),
-            (middle, span.peak_bytes),
-            (span.end_seconds, span.after_bytes),
-        ):
-            times.append(at / units.seconds_each)
-            sizes.append(size / units.bytes_each)
-            texts.append(f"{_action_in_words(span)}<br>{format_bytes(size)}")
-    name = f"measured {'with' if timeline.planned else 'without'} the plan"
-    look = {"color": ORANGE if timeline.planned else "#B8A100", "width": 1.5, "dash": "dot"}
+def _strip(lane: Lane, row: int, units: AxisUnits) -> go.Scatter:
+    """A thick line where a kind of action, or a copy, runs."""
+    times = [at for begin, end in lane.seconds for at in (begin / units.seconds_each, end / units.seconds_each, None)]
     return go.Scatter(
-        x=times, y=sizes, text=texts, hovertemplate=f"<b>{name}</b><br>%{{text}}<extra></extra>", mode="lines",
-        name=name, line=look,
-    )  # fmt: skip
-
-
-def _strips(timeline: Timeline, units: AxisUnits) -> Iterable[go.Scatter]:
-    """What runs when: a thick line for each kind of action, and for copies in each direction."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in _ACTIONS}
-    for span in timeline.spans:
-        name = _SOME_AGAIN if span.again_seconds > 0 else "backward" if span.action == "loss" else span.action
-        if name in times and span.end_seconds > span.start_seconds:
-            times[name].append((span.start_seconds + span.stall_seconds, span.end_seconds))
-        if span.stall_seconds > 0:
-            times["waits for a copy"].append((span.start_seconds, span.start_seconds + span.stall_seconds))
-    for name, spans in times.items():
-        if spans:
-            yield _strip(name, spans, 0, _ACTIONS[name], units, legend=True)
-    rows = dict.fromkeys(copy.direction for copy in timeline.copies)
-    for row, direction in enumerate(rows, 1):
-        spans = [(c.begin_seconds, c.end_seconds) for c in timeline.copies if c.direction == direction]
-        yield _strip(_COPIES[direction], spans, row, BLUE if direction == "to_host" else GREEN, units, legend=False)
-
-
-def _strip(
-    name: str, spans: Sequence[tuple[float, float]], row: int, colour: str, units: AxisUnits, *, legend: bool
-) -> go.Scatter:
-    merged: list[list[float]] = []
-    for start, end in spans:
-        if merged and start - merged[-1][1] < 1e-9:
-            merged[-1][1] = end
-        else:
-            merged.append([start, end])
-    times = [at for start, end in merged for at in (start / units.seconds_each, end / units.seconds_each, None)]
-    return go.Scatter(
-        x=times, y=[None if at is None else row for at in times], yaxis="y2", mode="lines", name=name,
-        line={"width": 12, "color": colour}, showlegend=legend, hovertemplate=f"{name}<extra></extra>",
+        x=times, y=[None if at is None else row for at in times], yaxis="y2", mode="lines", name=lane.action,
+        line={"width": 12, "color": ACTIONS[lane.action]}, showlegend=lane.row != lane.action,
+        hovertemplate=f"{lane.action}<extra></extra>",
     )  # fmt: skip
 
 
 def _budget_line(figure: go.Figure, budget_bytes: int, units: AxisUnits) -> None:
     label = f"budget {format_bytes(budget_bytes)}"
     figure.add_hline(
-        y=budget_bytes / units.bytes_each, line={"color": RED, "dash": "dot", "width": 1.5},
-        annotation={"text": label, "font": {"color": RED}, "xanchor": "right", "x": 1, "yanchor": "bottom"},
+        y=budget_bytes / units.bytes_each, line={"color": BUDGET, "dash": "dot", "width": 1.5},
+        annotation={"text": label, "font": {"color": BUDGET}, "xanchor": "right", "x": 1, "yanchor": "bottom"},
     )  # fmt: skip
 
 
@@ -209,10 +163,11 @@ def _measured_lines(figure: go.Figure, measured: MeasuredRun | None, units: Axis
     """A measured peak without its timeline."""
     if measured is None or measured.timelines:
         return
+    colour = CURVES["measured with the plan"]
     figure.add_hline(
-        y=measured.peak_bytes / units.bytes_each, line={"color": ORANGE, "dash": "dash", "width": 1.5},
+        y=measured.peak_bytes / units.bytes_each, line={"color": colour, "dash": "dash", "width": 1.5},
         annotation={
-            "text": f"measured peak {format_bytes(measured.peak_bytes)}", "font": {"color": ORANGE},
+            "text": f"measured peak {format_bytes(measured.peak_bytes)}", "font": {"color": colour},
             "xanchor": "left", "x": 0, "yanchor": "bottom",
         },
     )  # fmt: skip
@@ -243,14 +198,14 @@ def curve_figure(report: PlanReport) -> go.Figure:
                 marker={"size": 10}),
         scatter("lower bound", peaks, bounds, bound_texts, mode="lines", line={"color": GREY, "dash": "dash"}),
         scatter("this plan", [plan.predicted_peak_bytes], [plan.slowdown], [here], mode="markers",
-                marker={"symbol": "star", "size": 17, "color": ORANGE}),
+                marker={"symbol": "star", "size": 17, "color": VERMILION}),
         scatter("without a plan", [plan.unplanned_peak_bytes], [1.0], [without], mode="markers",
                 marker={"symbol": "square", "size": 11, "color": GREY}),
     ]  # fmt: skip
     figure = _figure(traces, 380, hovermode="closest")
     figure.update_xaxes(title=f"peak of the step [{units.bytes_name}]")
     figure.update_yaxes(title="time, times the unplanned step")
-    figure.add_vline(x=plan.budget_bytes / units.bytes_each, line={"color": RED, "dash": "dot", "width": 1.5})
+    figure.add_vline(x=plan.budget_bytes / units.bytes_each, line={"color": BUDGET, "dash": "dot", "width": 1.5})
     return figure
 
 
@@ -263,7 +218,7 @@ def peaks_figure(tables: Sequence[PeakTable]) -> go.Figure:
     bars = [
         go.Bar(
             y=names, x=[each.get(what, 0) / units.bytes_each for each in sizes], name=what, orientation="h",
-            marker=part_marker(k), text=[what] * len(tables),
+            marker=_marker(*part_look(k)), text=[what] * len(tables),
             customdata=[format_bytes(each.get(what, 0)) for each in sizes], textposition="none",
             hovertemplate="%{text}: %{customdata}<extra>%{y}</extra>",
         )
@@ -276,10 +231,8 @@ def peaks_figure(tables: Sequence[PeakTable]) -> go.Figure:
     return figure
 
 
-def part_marker(number: int) -> dict[str, Any]:
-    """The colour of a figure's part, with a pattern where the colours are used up: no two of 72 parts look alike."""
-    round_, place = divmod(number, len(_PARTS))
-    return {"color": _PARTS[place], "pattern": {"shape": _PATTERNS[round_ % len(_PATTERNS)]}}
+def _marker(colour: str, hatch: str) -> dict[str, Any]:
+    return {"color": colour, "pattern": {"shape": hatch}}
 
 
 def _by_what(table: PeakTable) -> dict[str, int]:
@@ -298,7 +251,7 @@ def bars_figure(chart: BarChart) -> go.Figure:
             marker={"color": colour}, customdata=["" if size is None else format_bytes(size) for size in sizes],
             hovertemplate="%{x}: %{customdata}<extra>" + name + "</extra>",
         )
-        for (name, sizes), colour in zip(chart.series, (BLUE, ORANGE, GREEN), strict=False)
+        for (name, sizes), colour in zip(chart.series, (BLUE, VERMILION, GREEN), strict=False)
     ]  # fmt: skip
     figure = _figure(bars, 360, barmode="group")
     figure.update_yaxes(title=f"peak [{units.bytes_name}]", rangemode="tozero")

@@ -34,63 +34,51 @@ def points_of(line: Line2D) -> tuple[list[float], list[float]]:
 
 
 def test_both_steps_are_drawn_with_their_budget(timelines: list[Timeline]) -> None:
-    above, below, _ = timeline_figure(timelines, budget_bytes=18).axes
-    lines = [{str(line.get_label()): line for line in axes.get_lines()} for axes in (above, below)]
-    times, sizes = points_of(lines[1]["predicted"])
+    axes = timeline_figure(timelines, budget_bytes=18).axes[0]
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    times, sizes = points_of(lines["with the plan"])
     planned = timelines[1].spans
     assert max(sizes) == 17 and sizes[:3] == [10, 12, 11]
     assert (times[0], times[-1]) == (0, pytest.approx(planned[-1].end_seconds * 1e3))
-    assert set(points_of(lines[0]["budget 18 B"])[1]) == {18}
-    assert max(points_of(lines[1]["without the plan"])[1]) == timelines[0].peak.peak_bytes
-    assert max(points_of(lines[0]["predicted"])[1]) == timelines[0].peak.peak_bytes
+    assert set(points_of(lines["budget 18 B"])[1]) == {18}
+    assert max(points_of(lines["without the plan"])[1]) == timelines[0].peak.peak_bytes
 
 
 def test_the_legend_names_everything_and_lies_beside_the_curves(all_four: list[Timeline]) -> None:
     figure = timeline_figure(all_four, budget_bytes=18, title="Net on cpu")
     names = {text.get_text() for text in figure.legends[0].get_texts()}
-    phases = {"forward", "backward", "optimizer"}
-    areas = {"model states and batch", "recomputation"}
-    assert names == {"predicted", "measured", "without the plan", "budget 18 B"} | areas | phases
+    curves = {"with the plan", "without the plan", "measured with the plan", "measured without the plan"}
+    actions = {"forward", "recompute", "backward", "optimizer"}
+    assert names == curves | actions | {"model states and batch", "budget 18 B"}
     figure.canvas.draw()
     legend = figure.legends[0].get_window_extent()
     assert all(legend.y1 <= axes.get_window_extent().y0 for axes in figure.axes[:2])
 
 
-def test_phases_are_shaded_where_they_run(timelines: list[Timeline]) -> None:
-    above, below, _ = timeline_figure(timelines, budget_bytes=18).axes
-    for axes, timeline in zip((above, below), timelines, strict=True):
-        spans = [patch.get_extents().transformed(axes.transData.inverted()) for patch in axes.patches]
-        assert [span.x0 for span in spans] == pytest.approx([start * 1e3 for _, start, _ in timeline.phases()])
-        assert [span.x1 for span in spans] == pytest.approx([end * 1e3 for _, _, end in timeline.phases()])
-
-
-def test_what_runs_again_and_what_stays_have_areas_of_their_own(timelines: list[Timeline]) -> None:
+def test_bars_below_say_what_runs_when(timelines: list[Timeline]) -> None:
     """The first stage runs again from 4 s on; 10 B are there all the time."""
-    above, below, _ = timeline_figure(timelines, budget_bytes=18).axes
-    areas = {str(area.get_label()): area.get_paths()[0].get_extents() for area in below.collections}
+    axes, strip, _ = timeline_figure(timelines, budget_bytes=18).axes
+    bars = {str(bar.get_label()): [path.get_extents() for path in bar.get_paths()] for bar in strip.collections}
+    for lane in timelines[1].lanes():
+        times = [(bar.x0, bar.x1) for bar in bars[lane.action]]
+        assert times == [pytest.approx((begin * 1e3, end * 1e3)) for begin, end in lane.seconds]
     again = [span for span in timelines[1].spans if span.action == "recompute"]
-    assert (areas["recomputation"].x0, areas["recomputation"].x1) == pytest.approx(
-        (again[0].start_seconds * 1e3, again[-1].end_seconds * 1e3)
-    )
-    assert areas["model states and batch"].y1 == 10
-    assert not any(area.get_label() == "recomputation" for area in above.collections)
-
-
-def test_measured_phases_are_a_strip_of_their_own(all_four: list[Timeline]) -> None:
-    above = timeline_figure(all_four, budget_bytes=18).axes[0]
-    assert len(above.patches) == 2 * len(all_four[0].phases())
+    assert bars["recompute"][0].x0 == pytest.approx(again[0].start_seconds * 1e3)
+    floor = next(area for area in axes.collections if area.get_label() == "model states and batch")
+    assert floor.get_paths()[0].get_extents().y1 == 10
 
 
 def test_peaks_are_marked_and_explained(all_four: list[Timeline], peaks: list[ExplainedPeak]) -> None:
     figure = timeline_figure(all_four, budget_bytes=18, peaks=peaks)
-    above, below, beside = figure.axes
-    assert [text.get_text() for text in below.texts] == ["recompute first", "peak 17 B predicted, 17 B measured"]
+    axes, strip, beside = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert texts[0] == "recompute first" and texts[-1] == "peak 17 B predicted, 17 B measured"
     words = beside.texts[0].get_text()
     assert "17 B in the forward of second" in words
     assert "• 10 B  resident" in words and "• 6 B  made as its forward runs, second" in words
     figure.canvas.draw()
     text, column = beside.texts[0].get_window_extent(), figure.bbox
-    assert text.x0 >= max(above.get_window_extent().x1, below.get_window_extent().x1)
+    assert text.x0 >= max(axes.get_window_extent().x1, strip.get_window_extent().x1)
     assert text.x1 <= column.x1
 
 
@@ -135,13 +123,9 @@ def test_other_formats_and_missing_folders_are_refused(tmp_path, timelines) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_backwards_in_which_some_ops_run_again_are_hatched(timelines: list[Timeline]) -> None:
+def test_backwards_in_which_some_ops_run_again_have_a_colour_of_their_own(timelines: list[Timeline]) -> None:
     planned = timelines[1]
-    spans = [replace(s, again_seconds=0.5) if s.action == "backward" else s for s in planned.spans]
-    _, below, _ = timeline_figure([timelines[0], replace(planned, spans=tuple(spans))], budget_bytes=18).axes
-    hatched = [area for area in below.collections if area.get_hatch()]
-    assert len(hatched) == sum(span.action == "backward" for span in spans)
-    first = next(span for span in spans if span.action == "backward")
-    area = hatched[0].get_paths()[0].get_extents()
-    assert (area.x0, area.x1) == pytest.approx((first.start_seconds * 1e3, first.end_seconds * 1e3))
-    assert hatched[0].get_label() == "backward, some ops again"
+    spans = tuple(replace(s, again_seconds=0.5) if s.action == "backward" else s for s in planned.spans)
+    strip = timeline_figure([timelines[0], replace(planned, spans=spans)], budget_bytes=18).axes[1]
+    bars = {str(bar.get_label()) for bar in strip.collections}
+    assert "backward, some ops recomputed" in bars and "backward" not in bars
