@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from profiler.capture.joint_graph import JointGraph, storages_of
-from profiler.measurement.op_costs import costs_of
+from profiler.measurement.captured_stages import costs_of
 from solvers.problem.graph import Graph, Node, Side
 
 # What one op makes may be needed for different times: a gradient until the end, the statistics of a BatchNorm until

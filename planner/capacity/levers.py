@@ -13,7 +13,7 @@ from planner.capacity.workload_variants import WorkloadVariants
 from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.solving import why_no_offload
-from profiler.measurement.model_states import OptimizerCost, measure_optimizer
+from profiler.measurement.step_measurement import OptimizerCost, measure_optimizer
 from profiler.records import Phase, Profile, StageRecord
 from profiler.workload.optimizers import optimizer_names, stepped_parameters
 from profiler.workload.workload import Workload, varied

@@ -18,9 +18,8 @@ from planner.runtime.applier import apply
 from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.runtime.stage_places import split_name
-from profiler.measurement.live_tensors import LiveStorage, LiveTensorTracker, PeakSnapshot
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, step_memory_meter, time_meter
-from profiler.measurement.planned_probe import PlannedProbe
+from profiler.measurement.planned_probe import LiveStorage, LiveTensorTracker, PeakSnapshot, PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.snapshot import RandomState, preserved
 from profiler.workload.steps import first_step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
-from profiler.measurement.model_states import MeasuredStates, measure_states
+from profiler.measurement.step_measurement import MeasuredStates, measure_states
 from profiler.tensors.tensor_parts import storage_key
 from profiler.workload.given_models import precision_of
 from profiler.workload.optimizers import optimizer_names, with_inner

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from profiler.measurement.meter import Mark, PhasesOfMark, Place, extended, highest, joined
-from profiler.measurement.stage_marks import StageTensor
+from profiler.measurement.stage_probe import PlainStep
 from profiler.measurement.stage_reruns import RerunTimes
 from profiler.recomputation.op_schema import overload_of, traits_of
 from profiler.records import (
@@ -27,8 +27,7 @@ from profiler.records import (
     StageRecord,
 )
 from profiler.tensors.tensor_parts import COLLECTIVES, distinct_bytes
-from profiler.trace.obstacles import remedy_for, why_not_recomputable
-from profiler.trace.partition import ChosenStage, alike, name_outside, parents_of
+from profiler.trace.partition import ChosenStage, alike, name_outside, parents_of, remedy_for, why_not_recomputable
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.data_parallel import given_back_bytes, units_of
@@ -42,13 +41,8 @@ class Measured:
 
     trace: Trace
     stages: tuple[ChosenStage, ...]
+    plain: PlainStep
     memory: PhasesOfMark
-    input_deaths: dict[StageTensor, Mark]
-    output_deaths: dict[StageTensor, Mark]
-    late_releases: list[tuple[int, int, Mark]]
-    gathered_bytes: dict[int, int]
-    copied_bytes: dict[int, int]
-    gradient_strides: dict[int, list[tuple[int, ...]]]
     seconds: dict[Mark, float]
     step_seconds: list[float]
     dropped_memory: PhasesOfMark
@@ -158,7 +152,7 @@ class _Assembly:
 
     def _with_late_releases(self) -> Iterator[StageRecord]:
         released = [Counter[int]() for _ in self._records]
-        for k, size_bytes, mark in self._measured.late_releases:
+        for k, size_bytes, mark in self._measured.plain.late_releases:
             begin = self._index[Place("stage", k)]
             if mark.place is not None and (end := self._index[mark.place]) > begin:
                 released[begin][end] += size_bytes
@@ -225,7 +219,7 @@ class _Assembly:
         )
 
     def _death(self, leaves: list[tuple[int, int]]) -> tuple[Literal["forward", "backward", "never"], int]:
-        deaths = self._measured.input_deaths
+        deaths = self._measured.plain.input_deaths
         mark = next((deaths[leaf] for leaf in leaves if leaf in deaths), None)
         if mark is None or mark.place is None:
             return "never", 0
@@ -286,8 +280,8 @@ class _Assembly:
         unit_bytes = given_back_bytes(stage.call.module) if calls == 1 else 0
         marks = m.memory.get(Mark("forward", place), [])
         gathered_bytes = 0
-        if k in m.gathered_bytes:  # In its backward its parameters are there before it runs again.
-            gathered_bytes = marks[1].start_bytes + m.gathered_bytes[k] - marks[0].start_bytes
+        if k in m.plain.gathered_bytes:  # In its backward its parameters are there before it runs again.
+            gathered_bytes = marks[1].start_bytes + m.plain.gathered_bytes[k] - marks[0].start_bytes
             marks = marks[1:]
         until_saved = marks if units_of(stage.call.module).inside else marks[:-1]
         first_bytes = forward.start_bytes + gathered_bytes
@@ -301,12 +295,12 @@ class _Assembly:
             # It is a part of that forward; a longer time can only be noise.
             recompute_seconds=min(rerun.seconds, dropped.seconds),
             recompute_peak_bytes=last_save_peak - first_bytes,
-            copied_bytes=m.copied_bytes.get(k, 0),
+            copied_bytes=m.plain.copied_bytes.get(k, 0),
             gathered_bytes=gathered_bytes,
             unit_bytes=unit_bytes,
             gather_seconds=rerun.gather_seconds if unit_bytes else 0.0,
             links=stage.links,
-            gradient_strides=tuple(m.gradient_strides.get(k, ())),
+            gradient_strides=tuple(m.plain.gradient_strides.get(k, ())),
             reason=reason,
             remedy=remedy_for(stage.call) or rerun.remedy if reason else "",
             menu=m.menu_of[k],
@@ -343,7 +337,7 @@ class _Assembly:
         """Storages of the output besides the boundary that are alive when the stage's backward begins."""
         m = self._measured
         passed = boundary.union(m.trace.always_alive, *(stage.call.input_storages for stage in m.stages))
-        gone = {leaf for (j, leaf), mark in m.output_deaths.items() if j == k and _before_backward(k, mark)}
+        gone = {leaf for (j, leaf), mark in m.plain.output_deaths.items() if j == k and _before_backward(k, mark)}
         outputs = enumerate(m.stages[k].call.outputs)
         return {t.storage for leaf, t in outputs if leaf not in gone and t.storage is not None} - passed
 

@@ -14,7 +14,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,14 @@ from profiler.agreement import agreed, gathered, largest
 from profiler.measurement.device_memory import trim_heap
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place
 from profiler.measurement.shortage import MIB, op_meter, remedies
-from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor
 from profiler.measurement.stage_probe import (
+    NOTHING_INSTEAD,
+    AnyStep,
     DroppingForward,
     FirstRun,
-    ReplacingStep,
+    MakeMeter,
+    MarkedStep,
+    PlainStep,
     SavingStep,
     StageProbe,
     storages_of,
@@ -148,21 +151,19 @@ class Kept(NamedTuple):
     boundaries: frozenset[int]
 
 
-class FrugalStep(DropsEvaluations, ReplacingStep):
+class FrugalStep(DropsEvaluations):
     """A step in which most stages are dropped, and run again in backward.
 
     Args:
-        probe, meter: as for ``MarkedStep``.
-        shared: of its stages.
+        probe, meter, instead: as for ``MarkedStep``.
         kept: the stages and boundaries that the step keeps, beside the stages in ``instead``.
-        instead: as for ``ReplacingStep``.
     """
 
     def __init__(
-        self, probe: StageProbe, meter: Meter, shared: SharedStorages, kept: Kept, instead: Mapping[int, Forward]
+        self, probe: FrugalProbe, meter: Meter, kept: Kept, instead: Mapping[int, Forward] = NOTHING_INSTEAD
     ) -> None:
         super().__init__(probe, meter, instead)
-        self._shared, self._kept = shared, kept
+        self._stages, self._shared, self._kept = probe.stages, probe.shared, kept
         self._last: weakref.ref[DroppedCall] | None = None  # of the last stage that was dropped
         self._last_position = -1
 
@@ -183,9 +184,6 @@ class FrugalStep(DropsEvaluations, ReplacingStep):
 class FrugalSavingStep(FrugalStep, SavingStep):
     """The same, with a mark at every tensor that a kept stage saves."""
 
-    def __init__(self, probe: StageProbe, meter: Meter, shared: SharedStorages, kept: Kept) -> None:
-        super().__init__(probe, meter, shared, kept, {})
-
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         if position in self._kept.stages:
             return SavingStep.run_stage(self, position, forward, args, kwargs)
@@ -196,24 +194,8 @@ class FrugalSavingStep(FrugalStep, SavingStep):
         return output
 
 
-MakeMeter = Callable[[], Meter]
 _PHASES = {"evaluation": "another micro-batch or evaluation of the loss"}
 Groups = dict[tuple[Mark, int], list[Phase]]  # by mark and how often it was there before
-
-
-@dataclass(slots=True)
-class ComposedStep:
-    """A plain step put together from several others; the attributes are those of ``SavingStep``."""
-
-    phases: MarkedPhases
-    input_deaths: dict[StageTensor, Mark] = field(default_factory=dict)
-    output_deaths: dict[StageTensor, Mark] = field(default_factory=dict)
-    late_releases: list[tuple[int, int, Mark]] = field(default_factory=list)
-    gathered_bytes: dict[int, int] = field(default_factory=dict)
-    copied_bytes: dict[int, int] = field(default_factory=dict)
-    gradient_strides: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    held: set[StageTensor] = field(default_factory=set)
-    varied: list[str] = field(default_factory=list)
 
 
 class FrugalProbe(StageProbe):
@@ -339,7 +321,7 @@ class FrugalProbe(StageProbe):
         if needed_bytes <= self.limit_bytes:
             return
         meter, kept = op_meter(self.workload.device), self._kept((), boundaries)
-        self.ran(lambda each: FrugalStep(self, each, self.shared, kept, {}), meter)
+        self.ran(lambda each: FrugalStep(self, each, kept), meter)
         stage = f" of stage {self.stages[mark.place.index].name!r}" if mark.place and mark.place.kind == "stage" else ""
         op = f", in {meter.ops[mark]}" if mark in meter.ops else ""
         raise ProfileError(
@@ -355,12 +337,12 @@ class FrugalProbe(StageProbe):
         if len(self._anyway) > last:
             return
         kept = self._kept((), ())
-        lean = self.ran(lambda each: FrugalSavingStep(self, each, self.shared, kept), make_meter())
+        lean = self.ran(lambda each: FrugalSavingStep(self, each, kept), make_meter())
         phases = largest(lean.phases)
         self._check(_with_more(phases, {}), "runs every stage again")
         freed_in = {
             k: min(mark.place.index, last)
-            for (k, leaf), mark in lean.input_deaths.items()
+            for (k, leaf), mark in lean.seen.input_deaths.items()
             if mark.place is not None and mark.phase == "forward" and leaf in self.shared.boundary_links(k)
         }
         self._freed_in = agreed(freed_in)
@@ -415,15 +397,15 @@ class FrugalProbe(StageProbe):
         return self.ran(made, meter)
 
     def _dropping(self, meter: Meter) -> FrugalStep:
-        return FrugalStep(self, meter, self.shared, self._kept((), ()), {})
+        return FrugalStep(self, meter, self._kept((), ()))
 
     def step(self, meter: Meter) -> MarkedPhases:
         """One whole step, every stage dropped."""
         return self._counted(self.dropping_step(meter)).phases
 
-    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> ReplacingStep:
+    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> MarkedStep:
         kept = self._kept_around(instead)
-        return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, instead), meter)
+        return self.ran(lambda each: FrugalStep(self, each, kept, instead), meter)
 
     def _kept_around(self, stages: Collection[int]) -> Kept:
         """These stages, and the boundaries of their window."""
@@ -431,11 +413,11 @@ class FrugalProbe(StageProbe):
         window = range(len(self.stages)) if number is None else self._windows[number]
         return self._kept(stages, self._boundaries_of(window))
 
-    def saving_steps(self, make_meter: MakeMeter) -> ComposedStep:
-        """What ``saving_step`` would show, put together."""
+    def saving_step(self, make_meter: MakeMeter) -> PlainStep:
+        """What a plain step would show, put together from several others."""
 
         def ran(kept: Kept) -> FrugalSavingStep:
-            return self.ran(lambda each: FrugalSavingStep(self, each, self.shared, kept), make_meter())
+            return self.ran(lambda each: FrugalSavingStep(self, each, kept), make_meter())
 
         self._find_windows(make_meter)
         windows = [self._counted(ran(self._kept((), self._boundaries_of(window)))) for window in self._windows]
@@ -446,19 +428,19 @@ class FrugalProbe(StageProbe):
         self._refine(base)
         steps = {k: step for kept in self._sets() for step in [ran(self._kept_around(kept))] for k in kept}
         phases = self._composed(base, {k: by_occurrence(step.phases) for k, step in steps.items()})
-        composed = ComposedStep(phases)
+        composed = PlainStep(phases)
         for window, each in zip(self._windows, windows, strict=True):
-            composed.input_deaths |= {key: mark for key, mark in each.input_deaths.items() if key[0] in window}
-            composed.output_deaths |= {key: mark for key, mark in each.output_deaths.items() if key[0] in window}
+            composed.input_deaths |= {key: mark for key, mark in each.seen.input_deaths.items() if key[0] in window}
+            composed.output_deaths |= {key: mark for key, mark in each.seen.output_deaths.items() if key[0] in window}
         unable = {k: windows[self._number_of(k)] for k in self.kept_anyway}
-        self._copy_notes({**unable, **steps}, composed)
+        self._copy_notes({k: each.seen for k, each in {**unable, **steps}.items()}, composed)
         return composed
 
-    def timed_steps(self, make_meter: MakeMeter) -> MarkedPhases:
-        """What ``step`` under the time meter would show of a plain step, put together."""
+    def timed_step(self, make_meter: MakeMeter) -> MarkedPhases:
+        """What a plain step would show under a meter of seconds, put together from several others."""
 
         def ran(kept: Kept) -> MarkedPhases:
-            return self.ran(lambda each: FrugalStep(self, each, self.shared, kept, {}), make_meter()).phases
+            return self.ran(lambda each: FrugalStep(self, each, kept), make_meter()).phases
 
         bases = [ran(self._kept((), self._boundaries_of(window))) for window in self._windows]
         groups: dict[int, Groups] = {}
@@ -495,7 +477,7 @@ class FrugalProbe(StageProbe):
             position = moved[-1].end_bytes
         return composed
 
-    def _copy_notes(self, steps: Mapping[int, FrugalSavingStep], plain: ComposedStep) -> None:
+    def _copy_notes(self, steps: Mapping[int, PlainStep], plain: PlainStep) -> None:
         for k in range(len(self.stages)):
             rep = self.representative(k)
             step = steps[rep]

@@ -1,4 +1,7 @@
-"""The runs of one profile: the traced step, those under the memory meter, the timed ones, and those of programs."""
+"""The runs of one profile: the traced step, those under the memory meter, the timed ones, and those of programs.
+
+Where a step that keeps everything does not fit, a few stages are kept at a time, and no step takes more than a limit.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from profiler.agreement import agreed, any_rank, gathered, largest
 from profiler.measurement.assembly import Measured
 from profiler.measurement.captured_stages import KindCapture, ProposeRuns
+from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.measurement.meter import (
     Mark,
     MarkedPhases,
     Meter,
+    NoMeter,
     PhasesOfMark,
     ShardedMemoryMeter,
     by_mark,
@@ -23,14 +29,13 @@ from profiler.measurement.meter import (
     time_meter,
     typical_seconds,
 )
-from profiler.measurement.option_groups import OptionGroup, families_worth_capturing, grouped, steps_for
-from profiler.measurement.program_steps import ProgramSteps
-from profiler.measurement.stage_marks import PlainStep
-from profiler.measurement.stage_probe import StageProbe
+from profiler.measurement.program_steps import OptionGroup, ProgramSteps, families_worth_capturing, grouped, steps_for
+from profiler.measurement.stage_probe import FirstRun, MakeMeter, PlainStep, StageProbe
 from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
 from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
+from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.divisible import heads_of
 from profiler.trace.partition import (
     ChosenStage,
@@ -43,10 +48,10 @@ from profiler.trace.partition import (
     stages_of,
 )
 from profiler.trace.step_record import Trace
-from profiler.trace.step_trace import trace_compiled, trace_step
+from profiler.trace.step_trace import StepRecorder, trace_compiled, trace_forward, trace_step
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.data_parallel import states_in
-from profiler.workload.given_models import inner_model
+from profiler.workload.given_models import inner_model, named_modules
 from profiler.workload.optimizers import with_inner
 from profiler.workload.snapshot import RandomState
 from profiler.workload.steps import (
@@ -55,9 +60,11 @@ from profiler.workload.steps import (
     TensorsOfState,
     count_many_steps,
     counts_steps,
+    first_step,
+    held_by_nodes,
     until_stepped,
 )
-from profiler.workload.workload import Workload
+from profiler.workload.workload import OnPhase, Workload
 
 Progress = Callable[[str, int, int], None]
 TURNS = 3  # of a plain step and a forward without keeping
@@ -138,13 +145,8 @@ class Measuring:
         return Measured(
             trace=trace,
             stages=stages,
+            plain=saving,
             memory=memory,
-            input_deaths=saving.input_deaths,
-            output_deaths=saving.output_deaths,
-            late_releases=saving.late_releases,
-            gathered_bytes=saving.gathered_bytes,
-            copied_bytes=saving.copied_bytes,
-            gradient_strides=saving.gradient_strides,
             seconds=typical_seconds(steps),
             step_seconds=[sum(phase.seconds for _, phase in step) for step in steps],
             dropped_memory=by_mark(dropping.phases),
@@ -173,10 +175,19 @@ class Measuring:
         return StageProbe(self._workload, stages)
 
     def _saving_step(self, probe: StageProbe) -> PlainStep:
-        return self._step("memory", lambda: probe.saving_step(self._memory_meter()))
+        return self._step("memory", lambda: probe.saving_step(self._from_the_same(self._memory_meter)))
 
     def _timed_step(self, probe: StageProbe) -> MarkedPhases:
-        return self._step("time", lambda: probe.step(time_meter(self._device)))
+        return self._step("time", lambda: probe.timed_step(self._from_the_same(lambda: time_meter(self._device))))
+
+    def _from_the_same(self, make_meter: MakeMeter) -> MakeMeter:
+        """Meters for steps that begin from the same random numbers."""
+
+        def made() -> Meter:
+            self._randomness.restore()
+            return make_meter()
+
+        return made
 
     def _late_update(self, probe: StageProbe) -> list[Phase]:
         """The optimizers' part of a step late in training: some do more from a certain number of steps on."""
@@ -326,3 +337,145 @@ class Measuring:
         menus = steps.measure(groups, programs, self._late_in_training)
         self._late_phases = [] if any_rank(not self._workload.stepped) else steps.late_phases
         return menus
+
+
+_KEPT_BY_NODES = (
+    "the graph keeps tensors beyond backward (a function's ctx.x = x, outputs or attributes without "
+    "a part in the loss): in stages that ran again they were not seen; use ctx.save_for_backward, and detach() the rest"
+)
+
+
+def frugal_first_step(workload: Workload, patterns: Stages, limit_bytes: int) -> None:
+    """As ``first_step``, with every stage run again in backward."""
+    trace = trace_forward(workload)
+    stages = choose_stages(trace, patterns)
+    with FrugalProbe(workload, stages, trace, alike(stages), limit_bytes) as probe:
+        probe.run_again()
+        first_step(workload, lambda on_phase: probe.dropping_step(NoMeter(), on_phase))
+
+
+class FrugalMeasuring(Measuring):
+    """As ``Measuring``; a few stages are kept at a time, the others run again.
+
+    Args:
+        workload, resident, state, randomness, report: as for ``Measuring``.
+        limit_bytes: the most that a step may take.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        resident: ResidentBytes,
+        state: TensorsOfState,
+        randomness: RandomState,
+        report: ProgressReporter,
+        limit_bytes: int,
+    ) -> None:
+        super().__init__(workload, resident, state, randomness, report)
+        self._limit_bytes = limit_bytes
+        self._reruns: list[RerunTimes] = []
+        self._nodes_keep = False
+
+    def measure(self, patterns: Stages, programs: ProposeRuns | None = None, *, every_stage: bool = False) -> Measured:
+        """As of a step that keeps everything."""
+        measured = super().measure(patterns, programs, every_stage=every_stage)
+        if not self._nodes_keep:
+            return measured
+        return replace(measured, unsteady=(*measured.unsteady, _KEPT_BY_NODES))
+
+    def _traced(self) -> Trace:
+        return trace_forward(self._workload)
+
+    def _probe(self, trace: Trace, stages: Sequence[ChosenStage]) -> FrugalProbe:
+        return FrugalProbe(self._workload, stages, trace, alike(stages), self._limit_bytes)
+
+    def _saving_step(self, probe: StageProbe) -> PlainStep:
+        assert isinstance(probe, FrugalProbe)
+        self._begin("run stages again")
+        self._reruns = probe.run_again()
+        self._add_backward(probe)
+        step = super()._saving_step(probe)
+        self._nodes_keep = bool(held_by_nodes(self._workload))
+        return step
+
+    def _add_backward(self, probe: FrugalProbe) -> None:
+        """What only backward shows of the trace: its ops, and gradients that are sparse."""
+        self._begin("trace, backward")
+        recorder = StepRecorder(self._workload)
+
+        def run(on_phase: OnPhase) -> Any:
+            on_phase("forward", None)
+            return probe.dropping_step(NoMeter(), on_phase)
+
+        found = recorder.record_step(named_modules(self._workload.model), recorder, run)
+        calls = {(id(call.module), call.index): call for call in found.calls}
+        for op in found.backward_ops:
+            # Nodes have other numbers in every step.
+            op.node = next(
+                (
+                    stage.call.first_node
+                    for stage in probe.stages
+                    if (call := calls.get((id(stage.call.module), stage.call.index))) is not None
+                    and call.first_node <= op.node < call.end_node
+                ),
+                -1,
+            )
+        probe.trace.backward_ops, probe.trace.sparse_gradients = found.backward_ops, found.sparse_gradients
+
+    def _time_dropping(
+        self,
+        probe: StageProbe,
+        stages: Sequence[ChosenStage],
+        groups: Sequence[OptionGroup],
+        known: Sequence[RerunTimes] | None,
+    ) -> tuple[MarkedPhases, list[RerunTimes]]:
+        assert isinstance(probe, FrugalProbe)
+        self._begin("time, nothing kept")
+        timed = probe.dropping_forward(time_meter(self._device), hold_all=False)
+        if known is None:
+            captures = self._begin_captures(stages, self._reruns)
+            self._begin("capture")
+            probe.dropping_forward(
+                NoMeter(), hold_all=False, on_stage=lambda k, first: _capture(probe, captures, k, first)
+            )
+            self._finish_captures(groups, captures)
+        return timed.phases, self._reruns
+
+    def _measure_menus(
+        self,
+        probe: StageProbe,
+        groups: Sequence[OptionGroup],
+        memory: PhasesOfMark,
+        programs: ProposeRuns | None,
+        timed: Sequence[MarkedPhases],
+    ) -> list[MenuRecord]:
+        assert isinstance(probe, FrugalProbe)
+        steps = ProgramSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
+        one_each = [replace(group, members=group.members[-1:]) for group in groups]
+        return [menu for together in self._batches(probe, one_each) for menu in steps.measure(together, programs)]
+
+    def _batches(self, probe: FrugalProbe, groups: Sequence[OptionGroup]) -> list[list[OptionGroup]]:
+        """Groups that may be measured in the same steps, in order."""
+        batches: list[list[OptionGroup]] = []
+        for group in groups:
+            if batches:
+                members = [each.members[0] for each in (*batches[-1], group) if each.is_captured]
+                if probe.needed_bytes(members) <= probe.limit_bytes:
+                    batches[-1].append(group)
+                    continue
+            batches.append([group])
+        return batches
+
+
+def _capture(probe: FrugalProbe, captures: Mapping[int, KindCapture], k: int, first: FirstRun) -> None:
+    """Capture a stage that has just run, where there is room to check a program of it."""
+    capture = captures.get(k)
+    if capture is None:
+        return
+    # What the call returns and the gradients of what goes into it, of both the stage and the program.
+    module = probe.stages[k].call.module
+    compared_bytes = 2 * sum(t.nbytes for t in (*tensors_in((first.output, first.arguments)), *module.parameters()))
+    needed_bytes = probe.needed_bytes([k]) + compared_bytes
+    if needed_bytes > probe.limit_bytes:
+        capture.refuse(f"to check a program of it takes {needed_bytes:,} bytes, and the limit is {probe.limit_bytes:,}")
+    capture.add(k, first)

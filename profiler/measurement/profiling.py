@@ -16,12 +16,11 @@ from profiler.measurement.device_memory import (
     is_limited,
     is_short,
     large_blocks_mapped,
+    measure_link,
     ran_out,
     room_bytes,
 )
-from profiler.measurement.frugal_measuring import FrugalMeasuring, frugal_first_step
-from profiler.measurement.link_bandwidth import measure_link
-from profiler.measurement.measuring import Measuring, Progress, ProgressReporter
+from profiler.measurement.measuring import FrugalMeasuring, Measuring, Progress, ProgressReporter, frugal_first_step
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of

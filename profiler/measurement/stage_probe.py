@@ -1,30 +1,265 @@
-"""Real steps of a workload with a mark at every stage, in each of the variants that a profile measures."""
+"""Real steps of a workload with a mark at every stage and phase, in each of the variants that a profile measures."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from profiler.measurement.meter import Mark, MarkedPhases, Meter
-from profiler.measurement.stage_marks import AnyStep, MarkedStep, StageTensor, StepProbe
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place, WarmUp, metered_step
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.saved_tensors import SavedSignature, is_parameter_like, signature_of
 from profiler.tensors.tensor_parts import has_storage, sizes_of, storage_key, storage_of
 from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes, states_in, told_when_gathered
-from profiler.workload.forward_patches import Forward
+from profiler.workload.data_parallel import CopiesOfThreads, ends_unit, in_flight_bytes, states_in, told_when_gathered
+from profiler.workload.forward_patches import Forward, ForwardPatches
+from profiler.workload.own_step import graph_nodes, next_node
 from profiler.workload.snapshot import left_as_before
-from profiler.workload.workload import StepPhase, Workload
+from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
+
+StageCall = tuple[nn.Module, int]  # a module, and how many calls of it come before
+StageTensor = tuple[int, int]  # a stage, and which of the tensors that go into it, or come out of it
+
+
+AnyStep = TypeVar("AnyStep", bound="MarkedStep")
+NOTHING_INSTEAD: Mapping[int, Forward] = MappingProxyType({})
+MakeMeter = Callable[[], Meter]
+
+
+@dataclass(slots=True)
+class PlainStep:
+    """What a step that keeps everything shows under the memory meter.
+
+    Attributes:
+        phases: what lay between its marks. The last interval of a stage's forward begins after its last saved tensor.
+        input_deaths: for input tensors of stages, what ran as their storage was freed.
+        output_deaths: the same for their output tensors.
+        held: tensors that stages saved, and that autograd still held when their backward was over.
+        varied: names of the stages that saved more or fewer tensors than in the traced step.
+        late_releases: stages and bytes of what they saved and what went in a later forward, and in which one.
+        gathered_bytes: by stage that is a unit of ``fully_shard``, the buffer that its parameters were gathered in. Its
+            second interval begins when they are there.
+        copied_bytes: by stage, of copies of other gradients that may be there as its backward begins.
+        gradient_strides: by stage, how the gradients of its outputs lie, of those that take one; empty for none.
+    """
+
+    phases: MarkedPhases = field(default_factory=list)
+    input_deaths: dict[StageTensor, Mark] = field(default_factory=dict)
+    output_deaths: dict[StageTensor, Mark] = field(default_factory=dict)
+    held: set[StageTensor] = field(default_factory=set)
+    varied: list[str] = field(default_factory=list)
+    late_releases: list[tuple[int, int, Mark]] = field(default_factory=list)
+    gathered_bytes: dict[int, int] = field(default_factory=dict)
+    copied_bytes: dict[int, int] = field(default_factory=dict)
+    gradient_strides: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+
+
+class StepProbe:
+    """Runs marked steps of a workload; inside of it, as a context manager, stages' forwards go through the step.
+
+    Args:
+        workload: the training step.
+        positions: the number of each stage, by its call.
+        compile_safe: as for ``ForwardPatches``.
+    """
+
+    def __init__(self, workload: Workload, positions: Mapping[StageCall, int], *, compile_safe: bool) -> None:
+        self.workload = workload
+        self.positions = positions
+        self._patches = ForwardPatches(compile_safe=compile_safe)
+        self._step: MarkedStep | None = None
+
+    def __enter__(self) -> Self:
+        for module in dict.fromkeys(module for module, _ in self.positions):
+            self._patches.wrap(module, lambda forward, m=module: self._marked(forward, m))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.remove()
+
+    def _marked(self, forward: Forward, module: nn.Module) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            step = self._step
+            return forward(*args, **kwargs) if step is None else step.run_call(module, forward, args, kwargs)
+
+        return run
+
+    def ran(
+        self,
+        make: Callable[[Meter], AnyStep],
+        meter: Meter,
+        before: Callable[[Meter], MarkedStep] | None = None,
+    ) -> AnyStep:
+        """A step of this probe under a meter, once it has run.
+
+        Args:
+            make: the step, with a meter.
+            meter: its own.
+            before: makes the step to warm up with, where the meter needs one; None for one like it.
+        """
+        step = make(meter)
+        if self.workload.own is not None or self.workload.nodes_keep:
+            step.warm_up = lambda: self._warm_up((before or make)(NoMeter()))
+        return self._run(step)
+
+    def _warm_up(self, step: MarkedStep) -> None:
+        self._run(step)
+        self.workload.zero_grad()  # As they are where a step of the workload's begins; own ones do that themselves.
+
+    def _run(self, step: AnyStep) -> AnyStep:
+        outer, self._step = self._step, step
+        try:
+            step.run()
+        finally:
+            self._step = outer
+        return step
+
+
+class MarkedStep:
+    """One step under a meter, with a mark wherever a stage, what runs outside of stages, or a phase begins.
+
+    Args:
+        probe: whose step it is.
+        meter: seconds or memory.
+        instead: by the stage's number, what runs in the place of its own forward.
+
+    Attributes:
+        phases: what lay between the marks, once the step is over.
+        nodes: how many autograd nodes there were when backward began.
+    """
+
+    def __init__(self, probe: StepProbe, meter: Meter, instead: Mapping[int, Forward] = NOTHING_INSTEAD) -> None:
+        self.phases: MarkedPhases = []
+        self.nodes = 0
+        self._workload, self._positions = probe.workload, probe.positions
+        self._meter, self._instead = meter, instead
+        self._calls: dict[nn.Module, int] = {}
+        self._in_stage = False
+        self._now = Mark("forward", Place("outside", 0))
+        self._node_ends: list[tuple[Place, int]] = []  # each place with the number of the first node after it
+        self.warm_up: WarmUp = None
+        self.on_phase: OnPhase | None = None  # is told of each phase but a first forward
+
+    def run(self) -> None:
+        """Run the step."""
+        self._metered()
+
+    def _metered(self, until: StepPhase | None = None) -> None:
+        def warm_up() -> None:
+            if self.warm_up is not None:
+                self.warm_up()
+            self._first_node = next_node()
+
+        self._first_node = next_node()
+        self.phases = metered_step(self._workload, self._meter, self._first, self._begin, until=until, warm_up=warm_up)
+
+    def _first(self, phase: StepPhase) -> Mark:
+        if phase != "forward":
+            self._now = Mark(phase)
+            if self.on_phase is not None:
+                self.on_phase(phase, None)
+        return self._now
+
+    def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase, loss)
+        if phase == "forward":  # Others came before it.
+            self._first_node = next_node()
+            self._calls.clear()
+            self._node_ends.clear()
+            self.mark(Mark("forward", Place("outside", 0)))
+        elif phase == "backward":
+            assert loss is not None
+            self.nodes = next_node() - self._first_node
+            self._node_ends.append((Place("outside", len(self._positions)), next_node()))
+            self._mark_backward_of(loss)
+            self.mark(Mark("loss"))  # What backward allocates first belongs to no forward.
+        elif phase in ("evaluation", "end") or self._workload.optimizers:
+            self.mark(Mark(phase))
+
+    @property
+    def now(self) -> Mark:
+        """What began last."""
+        return self._now
+
+    def mark(self, mark: Mark) -> None:
+        """Something else begins now."""
+        self._now = mark
+        self._meter.mark(mark)
+
+    def run_call(self, module: nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call of a module, between marks where it is a stage's."""
+        position = self.position_of(module) if torch.is_grad_enabled() else None
+        if position is None:
+            return forward(*args, **kwargs)
+        self._in_stage = True
+        self.enter(position)
+        try:
+            return self.run_stage(position, forward, args, kwargs)
+        finally:
+            self._in_stage = False
+            self.leave(position)
+
+    def position_of(self, module: nn.Module) -> int | None:
+        """The stage that a module's next call is; None for a call inside another stage, or of none."""
+        if self._now.phase == "evaluation":
+            return None
+        count = self._calls.get(module, 0)
+        self._calls[module] = count + 1
+        return None if self._in_stage else self._positions.get((module, count))
+
+    def enter(self, position: int) -> None:
+        """A stage's forward begins."""
+        self._node_ends.append((Place("outside", position), next_node()))
+        self.mark(Mark("forward", Place("stage", position)))
+
+    def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run the stage's own forward, or what runs in its place."""
+        return self._instead.get(position, forward)(*args, **kwargs)
+
+    def leave(self, position: int) -> None:
+        """A stage's forward is over."""
+        self._node_ends.append((Place("stage", position), next_node()))
+        self.mark(Mark("forward", Place("outside", position + 1)))
+
+    def enter_backward(self, place: Place) -> None:
+        """The backward of a place begins."""
+        self.mark(Mark("backward", place))
+
+    def _mark_backward_of(self, loss: Tensor) -> None:
+        """Have a mark made as the first autograd node of each place runs.
+
+        The engine runs ready nodes in falling order of their sequence number, so
+        a place's backward begins with its highest node and ends where another's begins.
+        """
+        highest: dict[Place, tuple[int, Any]] = {}
+        has_units = bool(states_in(self._workload.model))
+        for node in graph_nodes(loss):
+            if has_units and ends_unit(node):
+                node.register_hook(lambda *_: self._meter.mark(self._now))
+            number = node._sequence_nr()
+            place = self._place_of(number)
+            if place is not None and (place not in highest or highest[place][0] < number):
+                highest[place] = (number, node)
+        for place, (_, node) in highest.items():
+            node.register_prehook(lambda _, place=place: self.enter_backward(place))
+
+    def _place_of(self, number: int) -> Place | None:
+        for place, end in self._node_ends:
+            if number < end:
+                return place
+        return None  # AccumulateGrad: its number stands above all others.
+
 
 WHERE = "sublinear_planner_where"  # an attribute of errors: the stage in which they were raised
 
@@ -57,22 +292,21 @@ class StageProbe(StepProbe):
         """One plain step: forward, backward, optimizer."""
         return self._counted(self.ran(lambda each: MarkedStep(self, each), meter)).phases
 
-    def saving_step(self, meter: Meter) -> SavingStep:
+    def saving_step(self, make_meter: MakeMeter) -> PlainStep:
         """One plain step with a mark at every tensor that is saved inside a stage."""
-        return self._counted(self.ran(lambda each: SavingStep(self, each), meter))
+        return self._counted(self.ran(lambda each: SavingStep(self, each), make_meter())).seen
+
+    def timed_step(self, make_meter: MakeMeter) -> MarkedPhases:
+        """One plain step under a meter of seconds."""
+        return self.step(make_meter())
 
     def _counted(self, step: AnyStep) -> AnyStep:
         self.nodes_of_steps.add(step.nodes)
         return step
 
-    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> ReplacingStep:
-        """One step in which something else runs in the place of stages' own forwards.
-
-        Args:
-            meter: of seconds or memory.
-            instead: what runs, by the stage's number.
-        """
-        return self.ran(lambda each: ReplacingStep(self, each, instead), meter)
+    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> MarkedStep:
+        """One step with something else in the place of stages' own forwards; arguments as for ``MarkedStep``."""
+        return self.ran(lambda each: MarkedStep(self, each, instead), meter)
 
     def dropping_forward(
         self, meter: Meter, *, hold_all: bool, on_stage: Callable[[int, FirstRun], None] | None = None
@@ -87,40 +321,27 @@ class StageProbe(StepProbe):
 
 
 class SavingStep(MarkedStep):
-    """A step in which a stage's last interval begins after its last saved tensor.
+    """A step with a mark at every tensor that is saved inside a stage; ``seen`` is what it shows."""
 
-    Attributes:
-        input_deaths: for input tensors of stages, what ran as their storage was freed.
-        output_deaths: the same for their output tensors.
-        held: tensors that stages saved, and that autograd still held when their backward was over.
-        varied: names of the stages that saved more or fewer tensors than in the traced step.
-        late_releases: stages and bytes of what they saved and what went in a later forward, and in which one.
-        gathered_bytes: by stage that is a unit of ``fully_shard``, the buffer that its parameters were gathered in. Its
-            second interval begins when they are there.
-        copied_bytes: by stage, of copies of other gradients that may be there as its backward begins.
-        gradient_strides: by stage, how the gradients of its outputs lie, of those that take one; empty for none.
-    """
-
-    def __init__(self, probe: StageProbe, meter: Meter) -> None:
-        super().__init__(probe, meter)
+    def __init__(self, probe: StageProbe, meter: Meter, instead: Mapping[int, Forward] = NOTHING_INSTEAD) -> None:
+        super().__init__(probe, meter, instead)
         self._stages, self._units = probe.stages, states_in(probe.workload.model)
         self._copies = CopiesOfThreads(self._units)
-        self.held: set[StageTensor] = set()
-        self.varied: list[str] = []
-        self.late_releases: list[tuple[int, int, Mark]] = []
-        self.gathered_bytes: dict[int, int] = {}
-        self.copied_bytes: dict[int, int] = {}
-        self.gradient_strides: dict[int, list[tuple[int, ...]]] = {}
+        self.seen = PlainStep()
         self._saved_storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # with stage and bytes
         self._saved: dict[int, list[weakref.ref[Tensor]]] = {}
-        self.input_deaths: dict[StageTensor, Mark] = {}
-        self.output_deaths: dict[StageTensor, Mark] = {}
         self._inputs: dict[StageTensor, weakref.ref[Any]] = {}
         self._outputs: dict[StageTensor, weakref.ref[Any]] = {}
 
+    def run(self) -> None:
+        """Run the step."""
+        super().run()
+        self.seen.phases = self.phases
+
     def mark(self, mark: Mark) -> None:
         """What was freed since the last mark was freed in what that one began."""
-        for living, deaths in ((self._inputs, self.input_deaths), (self._outputs, self.output_deaths)):
+        seen = self.seen
+        for living, deaths in ((self._inputs, seen.input_deaths), (self._outputs, seen.output_deaths)):
             for tensor in [tensor for tensor, storage in living.items() if storage() is None]:
                 deaths[tensor] = self._now
                 del living[tensor]
@@ -131,10 +352,10 @@ class SavingStep(MarkedStep):
         place = mark.place if mark.phase == "backward" else None
         copied_bytes = self._copies.size_now()
         if place is not None and place.kind == "stage" and not in_flight_bytes(self._units):
-            self.copied_bytes.setdefault(place.index, copied_bytes)
+            seen.copied_bytes.setdefault(place.index, copied_bytes)
         if self._now.phase == "backward" and self._now.place is not None and self._now.place.kind == "stage":
             k = self._now.place.index
-            self.held |= {(k, n) for n, saved in enumerate(self._saved.pop(k, ())) if saved() is not None}
+            seen.held |= {(k, n) for n, saved in enumerate(self._saved.pop(k, ())) if saved() is not None}
         super().mark(mark)
 
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -153,7 +374,7 @@ class SavingStep(MarkedStep):
 
         def gathered(module: Any) -> None:
             if module is self._stages[position].call.module:
-                self.gathered_bytes[position] = in_flight_bytes(self._units)
+                self.seen.gathered_bytes[position] = in_flight_bytes(self._units)
                 self._meter.mark(now)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -162,14 +383,14 @@ class SavingStep(MarkedStep):
             output = forward(*args, **kwargs)
             self._outputs.update(storages_of(position, output))
         self._note_gradients(position, (args, kwargs), output)
-        self.varied += _varied(self._stages[position], len(saved))
+        self.seen.varied += _varied(self._stages[position], len(saved))
         return output
 
     def _note_gradients(self, position: int, given: Any, output: Any) -> None:
         passed_on = {id(tensor) for tensor in tensors_in(given)}
         made = (tensor for tensor in tensors_in(output) if id(tensor) not in passed_on)
         trained = [tensor for tensor in made if tensor.requires_grad and tensor.grad_fn is not None]
-        strides = self.gradient_strides[position] = [()] * len(trained)
+        strides = self.seen.gradient_strides[position] = [()] * len(trained)
 
         def note(number: int, gradient: Tensor) -> None:
             strides[number] = gradient.stride() if gradient.layout is torch.strided else ()
@@ -189,7 +410,7 @@ class SavingStep(MarkedStep):
 
     def _release(self, key: int) -> None:
         position, size_bytes, _ = self._saved_storages.pop(key)
-        self.late_releases.append((position, size_bytes, self._now))
+        self.seen.late_releases.append((position, size_bytes, self._now))
 
 
 def _varied(stage: ChosenStage, saved: int) -> list[str]:
@@ -203,22 +424,6 @@ def storages_of(position: int, tree: Any) -> dict[StageTensor, weakref.ref[Any]]
         for leaf, tensor in enumerate(tensors_in(tree))
         if has_storage(tensor)
     }
-
-
-class ReplacingStep(MarkedStep):
-    """A step in which something else runs in the place of stages' own forwards.
-
-    Args:
-        probe, meter: as for ``MarkedStep``.
-        instead: what runs, by the stage's number.
-    """
-
-    def __init__(self, probe: StageProbe, meter: Meter, instead: Mapping[int, Forward]) -> None:
-        super().__init__(probe, meter)
-        self._stages, self._instead = probe.stages, instead
-
-    def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return self._instead.get(position, forward)(*args, **kwargs)
 
 
 @dataclass(slots=True)

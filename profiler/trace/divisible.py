@@ -16,7 +16,7 @@ from profiler.pieces.comparison import relative_difference
 from profiler.pieces.heads import rows_at_once
 from profiler.records import HeadRecord, ModulePieces
 from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
-from profiler.trace.obstacles import why_not_recomputable
+from profiler.trace.partition import why_not_recomputable
 from profiler.trace.step_record import Call, Leaf, Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import Forward

@@ -12,7 +12,7 @@ import planner
 from planner.plans.offload_request import Offload
 from planner.runtime.copy_engines import CudaCopyEngine, bytes_of
 from planner.zoo import build
-from profiler.measurement.link_bandwidth import measure_link
+from profiler.measurement.device_memory import measure_link
 from profiler.workload.workload import Workload
 
 pytestmark = pytest.mark.gpu

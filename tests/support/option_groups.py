@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from profiler.measurement.captured_stages import CapturedKind
 from profiler.measurement.meter import Mark, Place
-from profiler.measurement.option_groups import OptionGroup
+from profiler.measurement.program_steps import OptionGroup
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import Phase
 from profiler.step_graph import StepGraph, StepOp, StepStorage

@@ -12,7 +12,7 @@ from torch import nn
 import planner
 from planner.capacity.levers import optimizer_named, replacements_for, with_optimizer
 from planner.plans.cost_model import chain_of
-from profiler.measurement.model_states import OptimizerCost, measure_optimizer
+from profiler.measurement.step_measurement import OptimizerCost, measure_optimizer
 from profiler.records import Phase
 from profiler.workload.workload import varied
 from solvers import replay

@@ -27,7 +27,7 @@ from planner.explain.state_table import (
     state_bytes_by_name,
     state_bytes_of,
 )
-from profiler.measurement.model_states import measure_states
+from profiler.measurement.step_measurement import measure_states
 from tests.support.master_weights import with_masters
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

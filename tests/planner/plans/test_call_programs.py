@@ -17,7 +17,7 @@ from planner.plans.cost_model import chain_of
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import CapturedCall, capture_call
 from profiler.capture.programs import StepOrder
-from profiler.measurement.op_costs import measured_graph
+from profiler.measurement.captured_stages import measured_graph
 from profiler.program_replay import CallReplay, call_replay
 from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage, runs_once
 from solvers import Problem

@@ -14,7 +14,7 @@ from profiler.capture.captured_call import CapturedCall, capture_call
 from profiler.capture.captures import difference
 from profiler.capture.joint_graph import CaptureError
 from profiler.capture.programs import StepOrder
-from profiler.measurement.op_costs import measured_graph
+from profiler.measurement.captured_stages import measured_graph
 from profiler.step_graph import StepGraph, StepRuns, runs_once
 from tests.support.stage_cases import CASES
 from tests.support.stage_cases.registry import without_leaves

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import planner
 from profiler.capture.joint_graph import step_graph_of
-from profiler.measurement import captured_stages, frugal_measuring
+from profiler.measurement import captured_stages, measuring
 from profiler.measurement.meter import Meter, memory_meter
 from profiler.records import MenuRecord
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
@@ -87,7 +87,7 @@ def test_capturing_takes_no_more_than_the_limit_either(peaks: list[int], monkeyp
     def metered() -> Meter:
         return memory_meter(work.device, resident_bytes_of(work).total, TensorsOfState(work))
 
-    monkeypatch.setattr(frugal_measuring, "NoMeter", metered)
+    monkeypatch.setattr(measuring, "NoMeter", metered)
     monkeypatch.setattr(captured_stages, "measured_graph", lambda graph, _: step_graph_of(graph))
     peaks.clear()
     frugal = planner.profile(work, stages=["Block"], limit=limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiler.measurement.link_bandwidth import measure_link, pinnable_bytes
+from profiler.measurement.device_memory import measure_link, pinnable_bytes
 
 
 def test_a_cpu_has_no_link() -> None:

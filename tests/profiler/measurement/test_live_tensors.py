@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import planner
 from planner import zoo
 from planner.runtime.applier import split_name
-from profiler.measurement.live_tensors import LiveTensorTracker, PeakSnapshot
 from profiler.measurement.meter import Mark, Place, step_memory_meter
-from profiler.measurement.planned_probe import PlannedProbe
+from profiler.measurement.planned_probe import LiveTensorTracker, PeakSnapshot, PlannedProbe
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from profiler.capture.captured_call import capture_call
 from profiler.capture.joint_graph import CaptureError, JointGraph
-from profiler.measurement.op_costs import costs_of, measured_graph, with_host_arguments
+from profiler.measurement.captured_stages import costs_of, measured_graph, with_host_arguments
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 32, 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from profiler.measurement.option_groups import (
+from profiler.measurement.program_steps import (
     TIME_STEPS,
     OptionGroup,
     families_worth_capturing,

@@ -11,9 +11,8 @@ import torch
 
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.meter import Mark, Meter, memory_meter
-from profiler.measurement.option_groups import TIME_STEPS, OptionGroup
-from profiler.measurement.program_steps import ProgramSteps
-from profiler.measurement.stage_probe import ReplacingStep, StageProbe
+from profiler.measurement.program_steps import TIME_STEPS, OptionGroup, ProgramSteps
+from profiler.measurement.stage_probe import MarkedStep, StageProbe
 from profiler.op_graph import StageStorage
 from profiler.records import MenuRecord, Phase
 from profiler.step_graph import StepGraph, StepRuns, runs_once
@@ -38,11 +37,11 @@ class StatedProbe(StageProbe):
         self.fails, self.error = fails, error
         self.ran: list[list[int]] = []
 
-    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> ReplacingStep:
+    def replacing_step(self, meter: Meter, instead: Mapping[int, Forward]) -> MarkedStep:
         self.ran.append([*instead])
         if self.error is not None and any(k in self.fails for k in instead):
             raise self.error
-        step = ReplacingStep(self, meter, instead)
+        step = MarkedStep(self, meter, instead)
         step.phases = [
             (mark, phase)
             for k in range(4)
