@@ -47,7 +47,7 @@ def old(files, tmp_path):
     """A plan file of a release that knew neither menus nor chains."""
     document = json.loads((files / "plan.json").read_text())
     for stage in document["stages"]:
-        del stage["option"], stage["menu"], stage["recomputable"]
+        del stage["option"], stage["record"]["menu"]
     for action in document["schedule"]:  # kind, stage, option
         action[2:] = [min(option, 0) if isinstance(option, int) else option for option in action[2:]]
     write_document(
@@ -180,7 +180,7 @@ ODD = "[/]:smile:[bold red]$x^$"
 
 def test_what_others_call_their_modules_is_text(files, tmp_path):
     document = json.loads((files / "plan.json").read_text())
-    name = next(stage["name"] for stage in document["stages"] if stage["kind"] == "stage")
+    name = next(s["record"]["name"] for s in document["stages"] if s["record"]["kind"] == "stage")
     odd = json.dumps({**document, "model_class": ODD}).replace(f'"{name}"', json.dumps(ODD))
     (tmp_path / "plan.json").write_text(odd)
     text = done("show", tmp_path / "plan.json", "--ops", "--timeline", tmp_path / "t.png", "--csv", tmp_path / "t.csv")
