@@ -58,7 +58,9 @@ def accelerate_run(
 
     set_seed(1)
     if budget is not None:
-        planner.auto_checkpoint(model, step=step, optimizer=optimizer, budget=budget, verify=False)
+        planner.auto_checkpoint(
+            planner.Workload(model=model, step=step, optimizer=optimizer), budget=budget, verify=False
+        )
     meter, losses = StepPeaks(), []
     for number in range(STEPS):
         meter.begin()

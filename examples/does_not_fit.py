@@ -35,9 +35,10 @@ def main() -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, before[1]))  # No more for this process.
 
-    planner.auto_checkpoint(model, batch, budget="200MiB", **described)  # the line that is added
+    workload = planner.Workload(model=model, inputs=batch, **described)
+    planner.auto_checkpoint(workload, budget="200MiB")  # the line that is added
     plan = planner.handle_of(model).plan
-    measured = planner.measure(planner.Workload(model=model, inputs=batch, **described))
+    measured = planner.measure(workload)
     print(f"unplanned {plan.unplanned_peak_bytes} bytes")
     print(f"budget {plan.budget_bytes} bytes, measured {measured.peak_bytes} bytes")
     print("losses", end="")

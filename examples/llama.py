@@ -19,7 +19,7 @@ def main() -> None:
     batch = {"input_ids": tokens, "labels": tokens}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    planner.auto_checkpoint(model, batch, budget="50%", optimizer=optimizer)  # the line that is added
+    planner.auto_checkpoint(planner.Workload(model, batch, optimizer=optimizer), budget="50%")  # the line that is added
     plan = planner.handle_of(model).plan
     measured = planner.measure(planner.Workload(model=model, inputs=batch, optimizer=optimizer))
 

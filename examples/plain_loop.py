@@ -39,7 +39,7 @@ def main() -> None:
         return total
 
     workload = planner.Workload(model=model, step=step, optimizer=optimizer)
-    planner.auto_checkpoint(model, step=step, optimizer=optimizer, budget="80%")  # the line that is added
+    planner.auto_checkpoint(planner.Workload(model=model, step=step, optimizer=optimizer), budget="80%")  # added
     plan = planner.handle_of(model).plan
     measured = planner.measure(workload)  # Whatever it trains is put back.
 

@@ -18,7 +18,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
 
     planner.auto_checkpoint(  # the line that is added
-        model, batches[-1], budget="60%", optimizer=optimizer, dynamic=True, sizes=[batches[0]]
+        planner.Workload(model, batches[-1], optimizer=optimizer), budget="60%", dynamic=True, sizes=[batches[0]]
     )
     budget = max(plan.budget_bytes for plan in planner.handle_of(model).plans.values())
     peaks = [

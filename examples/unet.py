@@ -41,9 +41,10 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     described = {"loss": lambda out: nn.functional.cross_entropy(out, labels), "optimizer": optimizer}
 
-    planner.auto_checkpoint(model, images, budget="75%", **described)  # the line that is added
+    workload = planner.Workload(model=model, inputs=images, **described)
+    planner.auto_checkpoint(workload, budget="75%")  # the line that is added
     plan = planner.handle_of(model).plan
-    measured = planner.measure(planner.Workload(model=model, inputs=images, **described))
+    measured = planner.measure(workload)
     print(f"budget {plan.budget_bytes} bytes, measured {measured.peak_bytes} bytes")
     print("losses", end="")
     for _ in range(6):

@@ -29,9 +29,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     described = {"loss": lambda y: y.square().mean(), "optimizer": optimizer}
 
-    planner.auto_checkpoint(model, batch, budget="65%", **described)  # the line that is added
+    workload = planner.Workload(model=model, inputs=batch, **described)
+    planner.auto_checkpoint(workload, budget="65%")  # the line that is added
     plan = planner.handle_of(model).plan
-    measured = planner.measure(planner.Workload(model=model, inputs=batch, **described))
+    measured = planner.measure(workload)
     print(f"budget {plan.budget_bytes} bytes, measured {measured.peak_bytes} bytes")
     print("losses", end="")
     for _ in range(6):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch.distributed
 from torch import nn
@@ -30,6 +30,18 @@ _PLACE = "MemoryBudgetCallback"  # that a person has added
 _STATES = 8  # of a model, whose plans are kept; a profile with its plan takes some hundred kilobytes
 # The framework's step on such a batch, as a workload whose inputs the batch is.
 StepOn = Callable[[Any], Workload]
+
+
+class BudgetSettings(TypedDict, total=False):
+    """The settings of ``BudgetedTraining`` beside the budget, which callbacks pass on to it."""
+
+    solver: str
+    offload: Offload | OffloadMode
+    headroom: str | int
+    limit: str | int | None
+    verify: bool
+    watch: bool | None
+    numerics: Numerics
 
 
 class _Planned(NamedTuple):

@@ -6,15 +6,13 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
-from planner.integrations.budgeted_training import BudgetedTraining
+from planner.integrations.budgeted_training import BudgetedTraining, BudgetSettings
 from planner.integrations.optional_packages import require
-from planner.plans.offload_request import Offload, OffloadMode
-from planner.plans.solving import Numerics
 from planner.units import format_bytes
 from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
@@ -49,11 +47,11 @@ class MemoryBudgetCallback(Callback):
             unplanned peak, or bytes.
         network: name of the module to plan (``"generator"``), where manual optimization trains several; the others
             keep everything, within the budget.
-        solver, offload, headroom, numerics: as for ``planner.solve``; nothing is offloaded once batches have changed
-            shapes.
-        limit: bytes that no step of profiling takes more than, for a step that does not fit without a plan.
-        verify: check the plan against its own run, as ``planner.auto_checkpoint`` does.
-        watch: also take the peak of a step on a CPU; on CUDA that is free and done anyway.
+        settings: ``solver``, ``offload``, ``headroom`` and ``numerics`` as for ``planner.solve``; nothing is offloaded
+            once batches have changed shapes. ``limit``: bytes that no step of profiling takes more than, for a step
+            that does not fit without a plan. ``verify``: check the plan against its own run, as
+            ``planner.auto_checkpoint`` does. ``watch``: also take the peak of a step on a CPU; on CUDA that is free and
+            done anyway.
 
     Raises:
         ValueError: a budget that is no size.
@@ -68,24 +66,9 @@ class MemoryBudgetCallback(Callback):
         budget: str | int,
         *,
         network: str | None = None,
-        solver: str = "auto",
-        offload: Offload | OffloadMode = "auto",
-        headroom: str | int = 0,
-        limit: str | int | None = None,
-        verify: bool = True,
-        watch: bool | None = None,
-        numerics: Numerics = "eager",
+        **settings: Unpack[BudgetSettings],
     ) -> None:
-        self.training = BudgetedTraining(
-            budget,
-            solver=solver,
-            offload=offload,
-            headroom=headroom,
-            limit=limit,
-            verify=verify,
-            watch=watch,
-            numerics=numerics,
-        )
+        self.training = BudgetedTraining(budget, **settings)
         self._network = network
         self._planned: nn.Module | None = None
 

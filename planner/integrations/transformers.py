@@ -5,15 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from planner.integrations.budgeted_training import BudgetedTraining
+from planner.integrations.budgeted_training import BudgetedTraining, BudgetSettings
 from planner.integrations.optional_packages import require
-from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.refusals import Infeasible
-from planner.plans.solving import Numerics
 from profiler.measurement.device_memory import ran_out
 from profiler.workload.steps import ProfileError, causes_of
 from profiler.workload.workload import Workload
@@ -38,11 +36,11 @@ class MemoryBudgetCallback(TrainerCallback):
         trainer: that the callback is added to; also one of TRL.
         budget: the most bytes on the device at once during a whole training step: ``"8GiB"``, ``"70%"`` of the
             unplanned peak, or bytes.
-        solver, offload, headroom, numerics: as for ``planner.solve``; nothing is offloaded once batches have changed
-            shapes.
-        limit: bytes that no step of profiling takes more than, for a step that does not fit without a plan.
-        verify: check the plan against its own run, as ``planner.auto_checkpoint`` does.
-        watch: also take the peak of a step on a CPU; on CUDA that is free and done anyway.
+        settings: ``solver``, ``offload``, ``headroom`` and ``numerics`` as for ``planner.solve``; nothing is offloaded
+            once batches have changed shapes. ``limit``: bytes that no step of profiling takes more than, for a step
+            that does not fit without a plan. ``verify``: check the plan against its own run, as
+            ``planner.auto_checkpoint`` does. ``watch``: also take the peak of a step on a CPU; on CUDA that is free and
+            done anyway.
 
     Raises:
         ValueError: no trainer, a budget that is no size, or checkpointing or offloading of the trainer's own is on.
@@ -53,14 +51,7 @@ class MemoryBudgetCallback(TrainerCallback):
         self,
         trainer: Trainer,
         budget: str | int,
-        *,
-        solver: str = "auto",
-        offload: Offload | OffloadMode = "auto",
-        headroom: str | int = 0,
-        limit: str | int | None = None,
-        verify: bool = True,
-        watch: bool | None = None,
-        numerics: Numerics = "eager",
+        **settings: Unpack[BudgetSettings],
     ) -> None:
         if not isinstance(trainer, Trainer):
             raise ValueError(
@@ -68,16 +59,7 @@ class MemoryBudgetCallback(TrainerCallback):
                 "trainer first: trainer.add_callback(MemoryBudgetCallback(trainer, budget=...))"
             )
         _check_arguments(trainer.args)
-        self.training = BudgetedTraining(
-            budget,
-            solver=solver,
-            offload=offload,
-            headroom=headroom,
-            limit=limit,
-            verify=verify,
-            watch=watch,
-            numerics=numerics,
-        )
+        self.training = BudgetedTraining(budget, **settings)
         self._trainer = weakref.ref(trainer)  # It holds its callbacks.
         self._taps: list[str] = []
         self._batches: tuple[Sequence[Any], Any] = (), None

@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from planner.plans.offload_request import Offload, OffloadMode
 from planner.plans.profiling import profile
 from planner.plans.solving import Numerics, solve
 from planner.runtime.applier import apply
-from planner.training.dynamic_profiles import Training
 from planner.training.dynamic_shapes import apply_dynamic
 from planner.training.plan_cache import CACHE_SIZE
 from planner.training.verification import can_verify, verify as verified
 from profiler.trace.partition import Stages
-from profiler.workload.optimizers import Optimizers
-from profiler.workload.workload import LossFunction, Workload
+from profiler.workload.workload import Workload
 
 
 def auto_checkpoint(
-    model: nn.Module,
+    model: nn.Module | Workload,
     inputs: Any = None,
     *,
     budget: str | int,
-    loss: LossFunction | None = None,
-    optimizer: Optimizers = None,
-    autocast: torch.dtype | str | None = None,
-    accumulate: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
-    clip_norm: float | None = None,
-    keeps_output: bool = True,
-    step: Callable[[], Any] | None = None,
     stages: Stages = None,
     solver: str = "auto",
     offload: Offload | OffloadMode = "auto",
     headroom: str | int = 0,
+    numerics: Numerics = "eager",
     verify: bool = True,
     dynamic: bool = False,
     sizes: Sequence[Any] = (),
     cache_size: int = CACHE_SIZE,
     strict: bool = False,
-    numerics: Numerics = "eager",
 ) -> nn.Module:
     """Profile the model on one batch, solve for ``budget`` and apply the plan.
 
@@ -57,14 +46,13 @@ def auto_checkpoint(
     host memory either. ``planner.handle_of(model)`` is then a ``DynamicHandle``.
 
     Args:
-        model: the model to train, in training mode; planned in place.
-        inputs: one batch (tensor, tuple or dict), as for ``Workload``; need not be given with ``step``.
+        model: the training step as a ``Workload``, whose model is planned in place; or the model alone, in training
+            mode, where it returns its loss and is trained without an optimizer. Give a workload with the optimizer you
+            train with, because its states and its step count in the budget.
+        inputs: beside a model: one batch (tensor, tuple or dict), as for ``Workload``.
         budget: the most bytes on the device at once during a whole step.
-        loss, optimizer, autocast, accumulate, scaler, clip_norm, keeps_output: as for ``Workload``; give the
-            optimizer you train with, because its states and its step count in the budget.
-        step: one whole training step as your loop runs it, where that is another than the usual one; as for
-            ``Workload``.
-        stages, solver, offload, headroom: as for ``profile`` and ``solve``.
+        stages, solver, offload, headroom, numerics: as for ``profile`` and ``solve``; ``numerics`` is ``"eager"`` with
+            ``dynamic``.
         verify: check the plan against its own run and use the fastest of those that were run, as ``planner.verify``
             does, where that can be: not with ``dynamic``, compiled models, and steps that do not fit unplanned.
         dynamic: batches change their shapes.
@@ -74,7 +62,6 @@ def auto_checkpoint(
         cache_size: signatures to remember beside those profiled; the least recently used one is forgotten first.
         strict: raise Infeasible from the forward of a signature that no plan meets the budget for, once that is
             known; without, it is said once and the plan that needs least memory is used.
-        numerics: as for ``profile`` and ``solve``; ``"eager"`` with ``dynamic``.
 
     Returns:
         The same model; ``planner.handle_of(model)`` gives the handle to inspect
@@ -85,43 +72,36 @@ def auto_checkpoint(
         ProfileError, ValueError: as ``profile`` and ``solve``; with ``dynamic`` also where the model is compiled, has
             other stages at one size than at another, or is to offload.
     """
-    described: dict[str, Any] = {
-        "loss": loss,
-        "optimizer": optimizer,
-        "autocast": autocast,
-        "accumulate": accumulate,
-        "scaler": scaler,
-        "clip_norm": clip_norm,
-        "keeps_output": keeps_output,
-    }
+    if isinstance(model, Workload) and inputs is not None:
+        raise ValueError("auto_checkpoint: expected no inputs beside a Workload, which has its own; leave them out")
+    workload = model if isinstance(model, Workload) else Workload(model=model, inputs=inputs)
     if dynamic:
         _check_no_offload(offload)
         if numerics != "eager":
             raise ValueError(f"numerics: expected 'eager' with dynamic=True, got {numerics!r}; leave one of them out")
-        if step is not None:
-            raise ValueError("auto_checkpoint: expected no step with dynamic=True, got one; describe it by the others")
+        if workload.own is not None:
+            raise ValueError(
+                "auto_checkpoint: expected a workload without step= with dynamic=True; give its loss and optimizer"
+            )
         apply_dynamic(
-            model,
-            inputs,
+            workload,
             sizes=sizes,
             budget=budget,
-            training=Training(**described),
             stages=stages,
             solver=solver,
             headroom=headroom,
             cache_size=cache_size,
             strict=strict,
         )
-        return model
+        return workload.model
     if sizes:
         raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
-    workload = Workload(model=model, inputs=inputs, step=step, **described)
     measured = profile(workload, stages=stages, numerics=numerics)
     plan = solve(measured, budget, solver=solver, offload=offload, headroom=headroom, numerics=numerics)
     if verify and can_verify(workload, plan):
         plan = verified(workload, plan, solver=solver).plan
-    apply(model, plan)
-    return model
+    apply(workload.model, plan)
+    return workload.model
 
 
 def _check_no_offload(offload: Offload | OffloadMode) -> None:

@@ -27,13 +27,18 @@ from profiler.workload.workload import LossFunction, Workload
 class Training:
     """How a model is trained, whatever the batch; the fields are those of ``Workload``."""
 
-    loss: LossFunction | None
-    optimizer: Optimizers
-    autocast: torch.dtype | str | None
+    loss: LossFunction | None = None
+    optimizer: Optimizers = None
+    autocast: torch.dtype | str | None = None
     accumulate: bool = False
     scaler: torch.amp.GradScaler | None = None
     clip_norm: float | None = None
     keeps_output: bool = True
+
+    @classmethod
+    def of(cls, workload: Workload) -> Training:
+        """How the model of a workload is trained."""
+        return cls(**{field.name: getattr(workload, field.name) for field in dataclasses.fields(cls)})
 
     def on(self, model: nn.Module, inputs: Any) -> Workload:
         """The training step on this batch; a ``Workload`` of the model is taken as it is.

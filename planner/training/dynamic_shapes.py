@@ -23,6 +23,7 @@ from profiler.records import Profile
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
 from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.workload import Workload
 
 
 class DynamicHandle(Handle):
@@ -221,12 +222,10 @@ class Switch:
 
 
 def apply_dynamic(
-    model: nn.Module,
-    inputs: Any,
+    workload: Workload,
     *,
     sizes: Sequence[Any],
     budget: str | int,
-    training: Training,
     stages: Stages,
     solver: str,
     headroom: str | int,
@@ -240,14 +239,14 @@ def apply_dynamic(
         ProfileError: a step fails.
         ValueError: the model is compiled or planned, or has other stages at one of the sizes than at another.
     """
-    if is_compiled(model):
+    if is_compiled(workload.model):
         raise ValueError(
             "auto_checkpoint: expected an uncompiled model with dynamic=True, got a compiled one, whose code differs "
             "from size to size; leave out torch.compile, or dynamic"
         )
-    model = unwrapped(model)
+    model, training = unwrapped(workload.model), Training.of(workload)
     check_unplanned(model)
-    workloads = [training.on(model, batch) for batch in (inputs, *sizes)]
+    workloads = [training.on(model, batch) for batch in (workload.inputs, *sizes)]
     reader = SignatureReader(model)
     profiles = profiles_of(workloads, reader, stages, {})
     first = reader.of_batch(workloads[0].inputs)
@@ -282,7 +281,7 @@ def apply_profiled(
     """
     book = PlanCache(budget_bytes=budget_bytes, solver=solver, headroom=headroom, cache_size=CACHE_SIZE)
     book.add(profiles)
-    described = Training(loss=None, optimizer=None, autocast=None)  # What comes to be profiled is a workload already.
+    described = Training()  # What comes to be profiled is a workload already.
     handle = DynamicHandle(Switch(model, book, reader, described), model, next(iter(profiles)))
     register(model, handle)
     return handle

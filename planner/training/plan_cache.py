@@ -249,4 +249,5 @@ def _leanest(profile: Profile) -> Plan:
 
 def without_shapes(plan: Plan) -> Plan:
     """The plan for calls of other sizes than its own: its stages do not compare shapes."""
-    return replace(plan, input_shapes=(), stages=tuple(replace(stage, input_shapes=()) for stage in plan.stages))
+    stages = (replace(stage, record=replace(stage.record, input_shapes=())) for stage in plan.stages)
+    return replace(plan, input_shapes=(), stages=tuple(stages))

@@ -25,9 +25,8 @@ def planned(
 ) -> tuple[nn.Module, DynamicHandle]:
     model = layers()
     examples = [rows(size) for size in sizes[:-1]]
-    planner.auto_checkpoint(
-        model, rows(sizes[-1]), budget=budget, loss=torch.mean, dynamic=True, sizes=examples, **settings
-    )
+    workload = planner.Workload(model, rows(sizes[-1]), loss=torch.mean)
+    planner.auto_checkpoint(workload, budget=budget, dynamic=True, sizes=examples, **settings)
     return model, handle_of(model)
 
 

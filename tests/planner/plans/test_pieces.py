@@ -271,9 +271,7 @@ def test_one_call_trains_in_pieces():
     torch.manual_seed(0)
     model = Language()
     step = workload(model)
-    planner.auto_checkpoint(
-        model, step.inputs, budget="30%", loss=step.loss, optimizer=step.optimizers, numerics="rounding"
-    )
+    planner.auto_checkpoint(step, budget="30%", numerics="rounding")
     handle = planner.handle_of(model)
     assert handle is not None and handle.plan.pieces is not None
     assert planner.measure(step).peak_bytes == handle.plan.predicted_peak_bytes

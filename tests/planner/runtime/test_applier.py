@@ -169,10 +169,7 @@ def test_auto_checkpoint_does_it_in_one_call() -> None:
     work = workload("dropout")
     profile = planner.profile(work)
     budget = int(0.8 * profile.unplanned_peak_bytes)
-    assert work.loss is not None
-    model = planner.auto_checkpoint(
-        work.model, work.inputs, budget=budget, loss=work.loss, optimizer=work.optimizer, solver="rotor"
-    )
+    model = planner.auto_checkpoint(work, budget=budget, solver="rotor")
     assert model is work.model
     handle = planner.handle_of(model)
     assert handle is not None and handle.plan.predicted_peak_bytes <= budget

@@ -13,7 +13,8 @@ import planner
 def test_auto_checkpoint_tells_profiling_solving_and_the_result(caplog, capsys):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     with caplog.at_level(logging.INFO):
-        planner.auto_checkpoint(model, torch.randn(64, 32), budget="80%", loss=lambda out: out.sum(), verify=False)
+        workload = planner.Workload(model, torch.randn(64, 32), loss=lambda out: out.sum())
+        planner.auto_checkpoint(workload, budget="80%", verify=False)
     handle = planner.handle_of(model)
     assert handle is not None
     plan = handle.plan
