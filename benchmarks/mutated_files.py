@@ -33,10 +33,10 @@ JUNK: tuple[Any, ...] = (
 # What is run on each kind of file.
 COMMANDS = {
     "profile": ("show {file}", "show {file} --json", "solve {file} --budget 80% --solver chen_greedy -o {out}"),
-    "plan": ("show {file} --ops", "show {file} --json", "show {file} --csv {out}", "train --plan {file} --steps 1"),
+    "plan": ("show {file} --ops", "show {file} --json", "show {file} -o {out}", "train --plan {file} --steps 1"),
     "chain": ("solve {file} --budget 90 --solver rotor --time-limit 1 -o {out}",),
     "graph": ("solve {file} --budget 90 --solver demand --time-limit 1 -o {out}",),
-    "chain-solution": ("show {file}", "show {file} --json", "show {file} --csv {out}"),
+    "chain-solution": ("show {file}", "show {file} --json", "show {file} -o {out}"),
     "graph-solution": ("show {file}", "show {file} --json"),
     "rules": ("solve {profile} --rules {file}",),
 }

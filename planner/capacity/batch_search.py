@@ -78,7 +78,7 @@ def max_batch(
             f"lambda {vary}: planner.Workload(...), which makes its inputs of that size"
         )
     if step < 1:
-        raise ValueError(f"--step: expected at least 1, got {step}; give a whole number above zero")
+        raise ValueError(f"step: expected at least 1, got {step}; give a whole number above zero")
     build = _builder(target, vary, settings or {}, device, shard)
     report = _CountedReport(progress, vary)
     unused = (f"{vary} is what is searched for: the value in --set is not used",) if vary in (settings or {}) else ()

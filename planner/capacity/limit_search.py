@@ -476,8 +476,8 @@ def search_start(build: Build, vary: str, step: int, report: Notify) -> SearchSt
     assert first_refusal is not None
     last = step << STARTS - 1
     raise ValueError(
-        f"{first_refusal} (so with {vary}={step} and its doubles up to {last}; where only multiples of another number "
-        "are taken, give that with --step)"
+        f"{first_refusal} (tried {vary}={step} and its doubles up to {last}; where only multiples of another number "
+        f"work, name it: --vary {vary}:NUMBER, in Python step=)"
     ) from first_refusal
 
 

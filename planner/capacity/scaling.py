@@ -398,7 +398,10 @@ class PerSizeProfiles:
             raise self._refused[size]
         if size not in self._profile_at:
             if len(self._profile_at) >= MOST_PROFILES:
-                raise NoProfile(f"not profiled, as {MOST_PROFILES} sizes were: give a larger --step to reach further")
+                raise NoProfile(
+                    f"not profiled, as {MOST_PROFILES} sizes were; to reach further, search over multiples, "
+                    "--vary KEY:STEP (step=)"
+                )
             if not self._has_room(size):
                 raise NoProfile("no room is left to profile it without a plan")
             self._profile_at[size] = self._profiled(size)

@@ -12,10 +12,9 @@ import torch
 from rich.console import RenderableType
 
 from planner import Plan, Profile, Workload, zoo
-from planner.cli.comparison_tables import frontier_report
-from planner.cli.shell import show, working
-from planner.cli.solution_summary import summary_of_plan
-from planner.cli.tables import solution_report
+from planner.cli.output import Output
+from planner.cli.solutions import summary_of_plan
+from planner.cli.tables import frontier_report, solution_report
 from planner.explain.pareto_plot import draw_pareto
 from planner.explain.tables import facts
 from planner.plans.pareto_curves import pareto
@@ -39,7 +38,9 @@ class _Trained(NamedTuple):
     parameters: list[torch.Tensor]
 
 
-def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.build("gpt2")) -> dict[str, Any]:
+def run_demo(
+    out: Output, folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.build("gpt2")
+) -> dict[str, Any]:
     """The whole way on a real model, printed as it goes.
 
     Returns:
@@ -50,28 +51,28 @@ def run_demo(folder: Path = FOLDER, build: Callable[[], Workload] = lambda: zoo.
             training with the plan gives another result than without.
     """
     _make(folder)
-    show("1. Profile: measure one training step of a GPT-2 (12 layers) on the CPU")
-    with working() as progress:
+    out.show("1. Profile: measure one training step of a GPT-2 (12 layers) on the CPU")
+    with out.working() as progress:
         measured = profile(build(), progress=progress)
     frame = pareto(measured)
     smallest, whole = min(map(int, frame["budget_bytes"])), measured.unplanned_peak_bytes
-    show(f"   {_said(whole, measured.unplanned_seconds)}; plans reach down to {format_bytes(smallest)}\n")
+    out.show(f"   {_said(whole, measured.unplanned_seconds)}; plans reach down to {format_bytes(smallest)}\n")
     plan = find_plan(measured, smallest + int(BUDGET_PART * (whole - smallest)))
-    show(
+    out.show(
         f"2. Plan for a budget of {format_bytes(plan.budget_bytes)}\n",
         solution_report(summary_of_plan(plan)),
     )
-    show(f"\n3. Train {STEPS} steps without the plan and with it")
-    with working() as progress:
+    out.show(f"\n3. Train {STEPS} steps without the plan and with it")
+    with out.working() as progress:
         progress("train without a plan", 0, 3)
         plain = _train(build(), None)
         progress("train with the plan", 1, 3)
         planned = _train(build(), plan)
         progress("time in turns", 2, 3)
         seconds = seconds_in_turns(build(), {"without": None, "with": plan})
-    show(_outcome(plan, plain, planned, seconds))
+    out.show(_outcome(plan, plain, planned, seconds))
     _check_same(plain, planned)
-    picture = _draw(measured, frame, plan, folder)
+    picture = _draw(out, measured, frame, plan, folder)
     return {
         "status": "trained",
         "plan": summary_of_plan(plan).to_document(),
@@ -135,12 +136,12 @@ def _check_same(plain: _Trained, planned: _Trained) -> None:
         )
 
 
-def _draw(measured: Profile, frame: pd.DataFrame, plan: Plan, folder: Path) -> Path:
-    show("\n4. Pareto curve", frontier_report(frame, "Memory against time, by solver"))
+def _draw(out: Output, measured: Profile, frame: pd.DataFrame, plan: Plan, folder: Path) -> Path:
+    out.show("\n4. Pareto curve", frontier_report(frame, "Memory against time, by solver"))
     title = f"{measured.model_class} on {measured.device} ({measured.device_name})"
     picture = folder / "pareto.png"
     draw_pareto(frame, picture, title=title, budget_bytes=plan.budget_bytes)
-    show(f"   drawn to {picture}")
+    out.show(f"   drawn to {picture}")
     return picture
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +47,13 @@ def refusal_document(
     }
 
 
-def profile_document(profile: Profile, path: Path, parts: Mapping[str, Sequence[Any]] | None = None) -> dict[str, Any]:
+def profile_document(profile: Profile, path: Path, ops: Sequence[OpRecord] | None = None) -> dict[str, Any]:
     """What ``profile --json`` says: the step and its stages in short, and where all of it is.
 
     Args:
         profile: of one step.
         path: its file.
-        parts: records to add, by their key.
+        ops: records of single ops to add.
     """
     kept = ("model_class", "device", "device_name", "torch_version", "precision", "target", "input_shapes")
     measured = ("unplanned_peak_bytes", "unplanned_seconds", "evaluations", "resident", "optimizer")
@@ -61,7 +61,7 @@ def profile_document(profile: Profile, path: Path, parts: Mapping[str, Sequence[
     plain = {name: msgspec.to_builtins(getattr(profile, name)) for name in (*kept, *measured, *found)}
     document = {"status": "profiled", "file": str(path), **plain, "resident_bytes": profile.resident.total}
     document["stages"] = [_stage_document(stage) for stage in profile.stages]
-    return document | {key: [_plain(record) for record in records] for key, records in (parts or {}).items()}
+    return document if ops is None else {**document, "op_records": [record._asdict() for record in ops]}
 
 
 def _stage_document(stage: StageRecord) -> dict[str, Any]:
@@ -69,10 +69,6 @@ def _stage_document(stage: StageRecord) -> dict[str, Any]:
     seconds = {"forward_seconds": stage.forward.seconds, "backward_seconds": stage.backward.seconds}
     again = {name: getattr(stage, name) for name in ("recompute_seconds", "recompute_ops", "recomputable")}
     return {**document, **seconds, **again}
-
-
-def _plain(record: Any) -> Any:
-    return record._asdict() if isinstance(record, OpRecord) else msgspec.to_builtins(record)
 
 
 def frontier_document(frame: pd.DataFrame, title: str) -> dict[str, Any]:
@@ -96,26 +92,17 @@ def nothing_yet_document(solver: str, **unplanned: float) -> dict[str, Any]:
 
 def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str, Any]:
     """What ``train --json`` says: predictions beside measurements, the losses, and what to do about the allocator."""
-    plan = run.plan
     return {
+        **_of_plan(run.plan),
         "status": "trained",
-        "model_class": plan.model_class,
-        "device": plan.device,
-        "solver": plan.solver,
-        "fingerprint": plan.fingerprint,
-        "budget_bytes": plan.budget_bytes,
-        "headroom_bytes": plan.headroom_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "solver": run.plan.solver,
+        "fingerprint": run.plan.fingerprint,
         "measured_peak_bytes": run.measured_peak_bytes,
         "ranks": [{"measured_peak_bytes": peak} for peak in run.rank_peak_bytes or (run.measured_peak_bytes,)],
         "allocated_bytes": run.allocated_bytes,
         "reserved_bytes": run.reserved_bytes,
         "faulted_bytes": run.faulted_bytes,
-        "predicted_seconds": plan.predicted_seconds,
         "measured_seconds": run.measured_seconds,
-        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
-        "unplanned_seconds": plan.unplanned_seconds,
-        "frugal": plan.frugal,
         "losses": _finite(run.losses),
         "step_seconds": list(run.step_seconds),
         "retries": len(run.failures),
@@ -126,28 +113,25 @@ def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str,
 
 def interrupted_training_document(interrupt: TrainingInterrupted) -> dict[str, Any]:
     """What ``train --json`` says where Ctrl-C ended it."""
-    plan = interrupt.plan
-    unknown = dict.fromkeys(("measured_peak_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds"))
     return {
+        **_of_plan(interrupt.plan),
         "status": "interrupted",
         "interrupted": True,
-        "model_class": plan.model_class,
-        "device": plan.device,
-        "budget_bytes": plan.budget_bytes,
-        "headroom_bytes": plan.headroom_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "predicted_seconds": plan.predicted_seconds,
-        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
-        "unplanned_seconds": plan.unplanned_seconds,
-        "frugal": plan.frugal,
-        **unknown,
         "losses": _finite(interrupt.losses),
         "step_seconds": list(interrupt.step_seconds),
     }
 
 
+def _of_plan(plan: Plan) -> dict[str, Any]:
+    """What every document of a training has: the plan's claims, and nulls for what may not have been measured."""
+    claimed = ("model_class", "device", "budget_bytes", "headroom_bytes", "predicted_peak_bytes", "predicted_seconds")
+    claimed += ("unplanned_peak_bytes", "unplanned_seconds", "frugal")
+    measured = ("measured_peak_bytes", "allocated_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds")
+    return {**{name: getattr(plan, name) for name in claimed}, **dict.fromkeys(measured)}
+
+
 def measured_document(step: MeasuredStep) -> dict[str, Any]:
-    """What ``show --measure --json`` and ``report --measure --json`` say more."""
+    """What ``show --measure --json`` says more."""
     return {
         "measured_peak_bytes": step.planned.peak.peak_bytes,
         "measured_seconds": step.planned.seconds,
@@ -164,7 +148,8 @@ def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
     last = failure.reports[-1]
     return {
-        **_out_of_memory(plan),
+        **_of_plan(plan),
+        "status": "out_of_memory",
         "budget_bytes": last.budget_bytes,
         "headroom_bytes": last.headroom_bytes,
         "predicted_peak_bytes": last.predicted_peak_bytes,
@@ -177,29 +162,7 @@ def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
 
 def failed_rank_document(plan: Plan, failure: Exception) -> dict[str, Any]:
     """What ``train --json`` says where memory ran out on one of several ranks."""
-    return {
-        **_out_of_memory(plan),
-        "message": str(failure),
-        "budget_bytes": plan.budget_bytes,
-        "headroom_bytes": plan.headroom_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "predicted_seconds": plan.predicted_seconds,
-        "losses": [],
-        "retries": 0,
-    }
-
-
-def _out_of_memory(plan: Plan) -> dict[str, Any]:
-    unknown = ("measured_peak_bytes", "allocated_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds")
-    return {
-        "status": "out_of_memory",
-        "model_class": plan.model_class,
-        "device": plan.device,
-        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
-        "unplanned_seconds": plan.unplanned_seconds,
-        "frugal": plan.frugal,
-        **dict.fromkeys(unknown),
-    }
+    return {**_of_plan(plan), "status": "out_of_memory", "message": str(failure), "losses": [], "retries": 0}
 
 
 def comparison_document(profile: Profile, budget_bytes: int, rows: Sequence[ComparisonRow]) -> dict[str, Any]:

@@ -14,36 +14,45 @@ INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
 _AGAIN_SECONDS = 0.05  # until a lost interrupt is raised again: the callback that lost it is over by then
 
-_pressed = False
-_said = False
 
+class CtrlC:
+    """Whether Ctrl-C was pressed while a command ran, and whether the command has said so.
 
-def say_interrupted(text: str = "interrupted") -> None:
-    """The line on stderr that a command ends with."""
-    global _said
-    _said = True
-    print(text, file=sys.stderr)
+    Attributes:
+        pressed: it was; a solver may end by it and return.
+        said: the line on stderr that a command ends with has been printed.
+    """
 
+    def __init__(self) -> None:
+        self.pressed = False
+        self.said = False
 
-def is_pressed() -> bool:
-    """Whether Ctrl-C was pressed since ``ending_by_ctrl_c`` began; a solver may end by it and return."""
-    return _pressed
+    def say(self, text: str = "interrupted") -> None:
+        """Print the line on stderr that a command ends with."""
+        self.said = True
+        print(text, file=sys.stderr)
+
+    def press(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal."""
+        self.pressed = True
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def ending_by_ctrl_c() -> Iterator[None]:
+def ending_by_ctrl_c() -> Iterator[CtrlC]:
     """Run a command; after Ctrl-C it ends with exit code 130, whatever its code made of the interrupt."""
-    signal.signal(signal.SIGINT, _press)
+    ctrl_c = CtrlC()
+    signal.signal(signal.SIGINT, ctrl_c.press)
     sys.unraisablehook = _raise_again
     try:
-        yield
+        yield ctrl_c
     except BaseException:  # As an import does, code may turn the interrupt into an error of its own.
-        if not _pressed:
+        if not ctrl_c.pressed:
             raise
-    if not _pressed:
+    if not ctrl_c.pressed:
         return
-    if not _said:
-        say_interrupted()
+    if not ctrl_c.said:
+        ctrl_c.say()
     sys.exit(INTERRUPTED)
 
 
@@ -58,9 +67,3 @@ def _raise_again(lost: sys.UnraisableHookArgs) -> None:
 def _interrupt_soon() -> None:
     time.sleep(_AGAIN_SECONDS)
     _thread.interrupt_main()
-
-
-def _press(number: int, frame: FrameType | None) -> None:
-    global _pressed
-    _pressed = True
-    raise KeyboardInterrupt

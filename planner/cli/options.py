@@ -1,11 +1,11 @@
-"""Options of the command line that several commands take, and what those of offloading and of a target come to."""
+"""Options of the command line that several commands take, and what they come to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,18 +13,17 @@ from planner.units import check_size, parse_bytes, parse_bytes_or_zero, show_siz
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
-    from planner.plans.offload_request import Offload
+    from planner.plans.offload_request import Offload, OffloadMode
     from planner.plans.solving import Numerics
 
-# What help says of solvers, which take a quarter of a second to import; tests/planner/cli/test_start.py compares.
+# Help lists the solvers without importing them, which takes a quarter of a second; test_start.py compares.
 CHAIN_SOLVERS = (
     "keep_all, recompute_all, chen_sqrt, chen_greedy, revolve, rotor, ilp, exhaustive, offload_only, pofo, "
     "offload_ilp, auto"
 )
 GRAPH_SOLVERS = "keep_all, demand, eviction, hierarchy, moments, exhaustive, auto"
-GRAPH_SECONDS, LARGE_GRAPH_SECONDS, LARGE_GRAPH_NODES, GRAPH_GAP = 60.0, 25.0, 500, 1e-3
+GRAPH_SECONDS, LARGE_GRAPH_SECONDS, LARGE_GRAPH_NODES = 60.0, 25.0, 500
 PARETO_SECONDS = 45.0  # of a graph
-COMPARE_SECONDS = 10.0
 RECORDED = "recorded"  # what stands for an option's TARGET where none is written: the file's own
 
 
@@ -63,41 +62,59 @@ def _check_budget(text: str) -> None:
 
 budget_callback = _checked("--budget", _check_budget)
 limit_callback = _checked("--limit", parse_bytes)
+host_memory_callback = _checked("--host-memory", parse_bytes_or_zero)
 
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="TARGET", help="zoo:NAME, path/to/file.py:function or module:function")
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="The model: zoo:NAME, path/to/file.py:function or module:function, which returns a planner.Workload.",
+    ),
 ]
 OptionalTarget = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[TARGET]", help="As for profile; of a plan that records its target, it may be left out, and --set too."
-    ),
+    typer.Argument(metavar="[TARGET]", help="As for profile. Without it: the target that the plan records."),
+]
+SourceFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem; - is standard input.")
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE ...", help="Arguments of the target's function.")
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="Run the target that a file records, whoever made the file."),
+    typer.Option("--trust", help="Run the target that the file records even if you did not make the file here."),
 ]
-Device = Annotated[str | None, typer.Option(help="Move the model there first: cpu, cuda, cuda:1, ...")]
+Device = Annotated[
+    str | None, typer.Option(metavar="D", help="Move the model to this device first: cpu, cuda, cuda:1.")
+]
 _Budget = typer.Option(
-    "--budget", metavar="B", callback=budget_callback, help="8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak."
+    "--budget",
+    metavar="B",
+    callback=budget_callback,
+    help="The most bytes alive at once in a step: 8GiB, 8GB, 512MiB, bytes, or 70% of the unplanned peak.",
 )
 BudgetText = Annotated[str, _Budget]
-BudgetOrRules = Annotated[str | None, _Budget]  # rules alone state a plan without one
+OptionalBudget = Annotated[str | None, _Budget]
 SolverName = Annotated[
     str,
+    typer.Option(metavar="NAME", help=f"For a profile or chain: {CHAIN_SOLVERS}. For a graph: {GRAPH_SOLVERS}."),
+]
+TimeLimit = Annotated[
+    float | None,
     typer.Option(
-        metavar="NAME",
-        help=f"Of a profile or a chain: {CHAIN_SOLVERS}. Of a graph: {GRAPH_SOLVERS}.",
+        metavar="S",
+        callback=time_limit_callback,
+        help="Seconds that searching solvers may take. Default for a graph: "
+        f"{GRAPH_SECONDS:g}, or {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes.",
     ),
 ]
-NoMenus = Annotated[bool, typer.Option("--no-menus", help="Keep or recompute stages as a whole.")]
 AllowRounding = Annotated[
     bool,
     typer.Option(
-        "--allow-rounding", help="The head and its loss may run in pieces: less memory, sums in another order."
+        "--allow-rounding",
+        help="Also let the head with its loss, and row-wise modules, run in pieces: less memory, but sums are "
+        "rounded differently.",
     ),
 ]
 HeadroomText = Annotated[
@@ -106,45 +123,36 @@ HeadroomText = Annotated[
         "--headroom",
         metavar="B",
         callback=_checked("--headroom", _check_headroom),
-        help="Left free for what an allocator wastes: bytes, 5% of the budget, or auto: as profiled.",
+        help="Part of the budget left to the device's allocator: bytes, 5% of the budget, or auto, as profiled.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, all else on stderr.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
 RulesFile = Annotated[
     Path | None,
-    typer.Option("--rules", metavar="FILE", help="A manual plan, in whole or in part: .toml or .json."),
+    typer.Option("--rules", metavar="FILE", help="Decisions made by hand for some or all stages: .toml or .json."),
 ]
-NoOffload = Annotated[bool, typer.Option("--no-offload", help="Send nothing to host memory.")]
-OffloadOnly = Annotated[bool, typer.Option("--offload-only", help="Recompute nothing.")]
-LinkGbps = Annotated[
-    float | None, typer.Option(metavar="G", min=0, help="GB/s from device to host and back; as measured if unset.")
-]
-DevicesPerLink = Annotated[
-    int | None, typer.Option(metavar="K", min=1, help="Devices that share the link, each with 1/K of it.")
-]
-HostMemoryOption = Annotated[
+OffloadText = Annotated[
     str | None,
     typer.Option(
-        metavar="B",
-        callback=_checked("--host-memory", parse_bytes_or_zero),
-        help="The most that this device may hold in host memory, as 64GiB.",
+        "--offload",
+        metavar="HOW",
+        help="Activations in host memory: no; only (recompute nothing); gbps=G, the link's speed in GB/s each way; "
+        "devices=K that share the link; host=B, the most host memory to use. Joined by commas: only,gbps=25.",
     ),
 ]
-Measure = Annotated[
+ShardOption = Annotated[
     str | None,
     typer.Option(
-        metavar="[TARGET]",
-        help="Run steps too and show what is measured; of the model that the plan records if no TARGET follows.",
+        "--shard",
+        metavar="ddp|fsdp2",
+        help="Under torchrun: wrap the model in DistributedDataParallel, or fully_shard it block by block.",
     ),
 ]
-ReportFile = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Write a page that explains the result, too: .html.")
-]
-SnapshotFile = Annotated[
-    Path | None,
-    typer.Option("--snapshot", metavar="FILE", help="Write the predicted step for pytorch.org/memory_viz: .pickle."),
-]
-Out = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
+
+
+def out_option(what: str) -> Any:
+    """The option ``-o`` of a command; ``what`` says which endings it writes what to."""
+    return typer.Option("-o", "--output", metavar="FILE", help=what)
 
 
 def numerics_of(allow_rounding: bool) -> Numerics:
@@ -152,42 +160,78 @@ def numerics_of(allow_rounding: bool) -> Numerics:
     return "rounding" if allow_rounding else "eager"
 
 
-def offload_options(
+def offload_of(text: str | None, *, only: bool = True) -> Offload | None:
+    """The request that ``--offload`` makes; None where it says nothing.
+
+    Args:
+        text: such as ``only,gbps=25,host=64GiB``.
+        only: whether the command can leave out recomputation.
+
+    Raises:
+        ValueError: an unknown word, or a value that cannot be.
+    """
+    from planner.plans.offload_request import Offload
+
+    modes: dict[str, OffloadMode] = {"no": "never", "auto": "auto", **({"only": "only"} if only else {})}
+    numbers: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "gbps": ("link_gbps", float), "devices": ("devices_per_link", int), "host": ("host_memory", str)
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for part in (text or "").split(",") if text is not None else ():
+        key, equals, value = part.strip().partition("=")
+        name, read = numbers.get(key, ("mode", modes.get))
+        if (key not in numbers if equals else key not in modes) or name in found:
+            raise ValueError(
+                f"--offload: expected {', '.join(modes)}, gbps=G, devices=K or host=B, each once and joined by commas, "
+                f"got {text!r}; write for example gbps=25,host=64GiB"
+            )
+        try:
+            found[name] = read(value if equals else key)
+        except ValueError as error:
+            raise ValueError(f"--offload: expected a number after {key}=, got {value!r}; correct it") from error
+    try:
+        request = Offload(**found)
+    except ValueError as error:
+        raise ValueError(f"--offload: {str(error).partition(': ')[2]}") from error
+    return None if request == Offload() else request
+
+
+def offload_text(
+    text: str | None,
+    *,
     no_offload: bool,
+    offload_only: bool,
     link_gbps: float | None,
     devices_per_link: int | None,
     host_memory: str | None,
-    *,
-    offload_only: bool = False,
-) -> Offload | None:
-    """What was said of offloading; None where nothing was."""
-    from planner.plans.offload_request import Offload
+) -> str | None:
+    """What ``--offload`` says, or what the options that it replaces do.
 
+    Raises:
+        ValueError: two of them contradict each other.
+    """
     if no_offload and offload_only:
         raise ValueError("--no-offload, --offload-only: expected one of them, got both; leave one out")
-    offload_request = Offload(
-        mode="never" if no_offload else "only" if offload_only else "auto",
-        link_gbps=link_gbps,
-        devices_per_link=devices_per_link,
-        host_memory=host_memory,
-    )
-    return None if offload_request == Offload() else offload_request
+    mode = "no" if no_offload else "only" if offload_only else None
+    numbers = (("gbps", link_gbps), ("devices", devices_per_link), ("host", host_memory))
+    parts = [part for part in (text, mode, *(f"{key}={value}" for key, value in numbers if value is not None)) if part]
+    return ",".join(parts) or text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRequest:
-    """What the command line says of the target: all of it, or what differs from the file's own.
+    """What the command line says about the target: all of it, or what differs from the one that the file records.
 
     Attributes:
-        text: of the target; None and ``RECORDED`` for the file's own.
+        text: the target; None and ``RECORDED`` for the file's own.
         settings: of ``--set``.
         device: of ``--device``.
         option: where the target is written, for errors.
-        trust: ``--trust``: run the file's own, whoever made the file.
+        trust: ``--trust``: run the file's own target, whoever made the file.
     """
 
     text: str | None
-    settings: Sequence[str] | None
+    settings: Sequence[str] | None = None
     device: str | None = None
     option: str = "TARGET"
     trust: bool = False
@@ -196,8 +240,8 @@ class TargetRequest:
         """The target that is named, else the recorded one with the settings and the device given here.
 
         Args:
-            recorded: of a plan or a profile; None where it has none.
-            file: that it would be in; None where there is none.
+            recorded: the target in the plan or profile; None where it has none.
+            file: the plan or profile; None where there is none.
 
         Raises:
             ValueError: neither is there; or only the file names it, and this user did not make the file here.
@@ -207,12 +251,13 @@ class TargetRequest:
         if recorded is not None:
             if not (self.trust or recorded.of_zoo or recorded.made_here):
                 raise ValueError(
-                    f"{self.option}: {file} was not made by you on this machine, so the code that it names is not run: "
-                    f"{recorded.arguments} (in {recorded.folder!r}); if you know that code, name it as TARGET or add "
-                    "--trust"
+                    f"{self.option}: the code that {file} names is not run, because you did not make the file on this "
+                    f"machine: {recorded.arguments} (in {recorded.folder!r}); if you know that code, add --trust, or "
+                    "name it as TARGET"
                 )
             return recorded.with_changes(self.settings or (), self.device).proven()
-        got = "none" if file is None else f"none, and {file} records none (Python made it, or an older release)"
+        why = "" if file is None else f"; {file} records none, as it was made in Python or by an older release"
         raise ValueError(
-            f"{self.option}: expected the model to train, got {got}; name it: zoo:NAME or path/to/file.py:function"
+            f"{self.option}: the command needs a model to run, and none is named{why}; "
+            "name it: zoo:NAME or path/to/file.py:function"
         )

@@ -21,23 +21,25 @@ from planner.cli.options import (
     TargetArgument,
     limit_callback,
     numerics_of,
+    out_option,
 )
+from planner.cli.output import Output, check_folder, output_files
 from planner.cli.several_ranks import workload_of
-from planner.cli.shell import check_folder, is_first, say_written, show, show_json, working
 from profiler.json_files import read_text, to_plain
 from profiler.records import FORMAT
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
-    from planner.explain.state_table import ModelStates
     from planner.plans.solving import Numerics
     from profiler.measurement.measuring import Progress
     from profiler.records import Profile
-    from profiler.trace.partition import Stages
     from profiler.workload.workload import Workload
+
+OPS_SHOWN = 40  # the largest; --json has all
 
 
 def profile_command(
+    context: typer.Context,
     target: TargetArgument,
     settings: Settings = None,
     device: Device = None,
@@ -45,53 +47,49 @@ def profile_command(
         list[str] | None,
         typer.Option(
             metavar="whole|PATTERN ...",
-            help="Module names, glob patterns or classes; whole: the model's call is one stage; found automatically "
-            "if unset.",
+            help="Modules that become stages: names, glob patterns or classes; whole makes the model one stage. "
+            "Default: found automatically.",
         ),
     ] = None,
     rules: RulesFile = None,
     no_menus: Annotated[
-        bool, typer.Option("--no-menus", help="Find no programs for stages: each is kept or recomputed as a whole.")
+        bool, typer.Option("--no-menus", help="Faster: let plans keep or recompute stages only as a whole.")
     ] = False,
     limit: Annotated[
         str | None,
         typer.Option(
-            metavar="BYTES",
+            metavar="B",
             callback=limit_callback,
-            help="No step of profiling takes more; for a step that does not fit. By itself where needed.",
+            help="The most bytes that profiling may use, for a step that does not fit. Default: the device's memory.",
         ),
     ] = None,
     allow_rounding: AllowRounding = False,
-    states: Annotated[
-        bool, typer.Option("--states", help="Print the model states, measured in two more steps and by formula.")
-    ] = False,
-    ops: Annotated[bool, typer.Option("--ops", help="Print every op's record, largest output first.")] = False,
-    ops_limit: Annotated[int, typer.Option(min=0, help="Rows of --ops; 0 for all.")] = 40,
+    ops: Annotated[bool, typer.Option("--ops", help=f"Print the {OPS_SHOWN} ops with the largest outputs.")] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write; named after the target if unset.")
+        list[Path] | None, out_option("Write the profile to this file. Default: a name made from the target's.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure one training step: what each stage costs in bytes and seconds.
 
-    Without -o the profile goes to a file of this folder that is named after the target: gpt2.profile.json of zoo:gpt2.
-    Only a profile of the same target, settings and device is overwritten; else the next free number is added.
+    Without -o the profile is written to this folder under the target's name: gpt2.profile.json for zoo:gpt2. It
+    replaces only a profile of the same target, settings and device; otherwise the name gets a number.
     """
     from planner.cli import documents
     from planner.cli.tables import ops_report, profile_report
     from planner.plans.profiling import profile
     from planner.plans.rules import Rules
 
-    check_folder(output)
-    stated = None if rules is None else Rules.load(rules)  # refused before anything is measured
+    out: Output = context.obj
+    path = output_files(output, "json").json
+    stated = None if rules is None else Rules.load(rules)  # Refused before anything is measured.
     given = TargetRecord.given(target, settings, device)
-    path = output or profile_file(given)
+    path = path or profile_file(given)
     check_folder(path)
-    with working() as progress:
-        workload = workload_of(given)
+    with out.working() as progress:
         measured = profile(
-            workload,
-            stages=_stages_of(stages),
+            workload_of(given, out),
+            stages="whole" if stages == ["whole"] else stages or None,
             menus=not no_menus,
             rules=stated,
             limit=limit,
@@ -99,34 +97,15 @@ def profile_command(
             numerics=numerics_of(allow_rounding),
         )
     measured = replace(measured, target=given)
-    if is_first():
+    if out.is_first:
         measured.save(path)
-    state_rows = _states_of(workload) if states else None
     if as_json:
-        parts = {"states": state_rows.rows} if state_rows is not None else {}
-        parts |= {"op_records": measured.op_records} if ops else {}
-        show_json(documents.profile_document(measured, path, parts))
+        out.show_json(documents.profile_document(measured, path, measured.op_records if ops else None))
     else:
-        show(profile_report(measured))
-        if state_rows is not None:
-            from planner.explain.state_table import states_report
-
-            show("", states_report(state_rows))
+        out.show(profile_report(measured))
         if ops:
-            show("", ops_report(measured.op_records, limit=ops_limit))
-    say_written(path)
-
-
-def _stages_of(patterns: list[str] | None) -> Stages:
-    """What ``--stages`` asks for: ``whole`` alone is the model's call as one stage."""
-    return "whole" if patterns == ["whole"] else patterns or None
-
-
-def _states_of(workload: Workload) -> ModelStates:
-    from planner.explain.state_table import model_states
-
-    with working():
-        return model_states(workload)
+            out.show("", ops_report(measured.op_records, limit=OPS_SHOWN))
+    out.say_written(path)
 
 
 def profile_of_target(
@@ -138,16 +117,18 @@ def profile_of_target(
     return replace(profile(workload, progress=progress, numerics=numerics), target=target)
 
 
-def default_file(target: TargetRecord, ending: str, folder: Path = Path(), **same: Any) -> Path:
-    """Where a profile or a plan goes that is given no file: it has the target's name, and the first number under which
-    there is nothing yet, or a file of the same target, settings and device, and of the ``same`` values at its keys.
+def profile_file(target: TargetRecord, folder: Path = Path()) -> Path:
+    """The file for a profile that is given none.
+
+    It has the target's name, and the first number under which there is nothing yet, or a profile of the same target,
+    settings and device.
     """
     place, _, name = target.text.strip().rpartition(":")
     if place != "zoo":
         name = f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}-{name}"
     stem = re.sub(r"[^\w.-]+", "_", name) or "model"
-    paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.{ending}" for number in itertools.count(1))
-    expected = {"target": to_plain(target), **same}
+    paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.profile.json" for number in itertools.count(1))
+    expected = {"target": to_plain(target), "format": FORMAT}
     return next(path for path in paths if not path.exists() or _has(path, expected))
 
 
@@ -157,8 +138,3 @@ def _has(path: Path, expected: Mapping[str, Any]) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(document, dict) and all(document.get(key) == value for key, value in expected.items())
-
-
-def profile_file(target: TargetRecord, folder: Path = Path()) -> Path:
-    """Where a profile goes that is given no file."""
-    return default_file(target, "profile.json", folder, format=FORMAT)

@@ -6,26 +6,16 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from planner.cli.shell import set_rank
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
+    from planner.cli.output import Output
     from planner.distributed.sharding import Engine
     from profiler.workload.workload import Workload
 
 ENGINES = ("ddp", "fsdp2")  # as planner.distributed.sharding has them, which loads torch
-ShardOption = Annotated[
-    str | None,
-    typer.Option(
-        "--shard",
-        metavar="ddp|fsdp2",
-        help="Under torchrun: wrap the model in DistributedDataParallel, or fully_shard it block by block.",
-    ),
-]
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LETTING_GO_SECONDS = 0.1
 
@@ -42,8 +32,8 @@ def engine_named(shard: str | None) -> Engine | None:
         raise ValueError(f"--shard: expected {' or '.join(ENGINES)}, got {shard!r}; use one of them")
     if not is_launched():
         raise ValueError(
-            "--shard: expected a process that torchrun has started, got none of its variables "
-            f"({', '.join(_ENVIRONMENT)}); run torchrun --nproc-per-node N -m planner with the same arguments"
+            "--shard: this process was not started by torchrun, which sets "
+            f"{', '.join(_ENVIRONMENT)}; run torchrun --nproc-per-node N -m planner with the same arguments"
         )
     return shard  # type: ignore[return-value]
 
@@ -54,7 +44,7 @@ def is_launched() -> bool:
 
 
 @contextlib.contextmanager
-def on_ranks(engine: Engine | None) -> Iterator[None]:
+def on_ranks(engine: Engine | None, out: Output) -> Iterator[None]:
     """Inside, this process is one of torchrun's ranks, and the first one prints; nothing without an engine."""
     if engine is None:
         yield
@@ -65,7 +55,7 @@ def on_ranks(engine: Engine | None) -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group()
-    set_rank(dist.get_rank())
+    out.rank = dist.get_rank()
     yield
     # After an error other ranks may not come here any more. Gloo's threads may still be letting go of what the last
     # backward gave them; if Python ends meanwhile, the process aborts (torch 2.13), so they get time without its lock.
@@ -74,8 +64,8 @@ def on_ranks(engine: Engine | None) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def check_joined() -> None:
-    """Without ``--shard``: whether the target has brought the ranks together itself; the first one prints then.
+def check_joined(out: Output) -> None:
+    """Without ``--shard``: refuse ranks that the target has not brought together itself; the first one prints.
 
     Raises:
         ValueError: there are several, and each would train by itself.
@@ -87,16 +77,16 @@ def check_joined() -> None:
 
     if not dist.is_initialized():
         raise ValueError(
-            f"torchrun: expected --shard ddp or fsdp2, or a target that wraps its model itself, got "
-            f"{processes} processes that know nothing of each other; give --shard"
+            f"torchrun: {processes} processes run, and nothing connects them; add --shard ddp or fsdp2, or name a "
+            "target that wraps its model itself"
         )
-    set_rank(dist.get_rank())
+    out.rank = dist.get_rank()
 
 
-def check_alone(command: str, instead: str) -> None:
-    """Refuse several processes in a command for one; ``instead`` is what to run."""
+def check_alone() -> None:
+    """Refuse several processes without ``--shard``; raises ValueError."""
     if _processes() > 1:
-        raise ValueError(f"{command}: expected one process, got {_processes()}; {instead}")
+        raise ValueError(f"--shard: {_processes()} processes run, and nothing connects them; add --shard ddp or fsdp2")
 
 
 def _processes() -> int:
@@ -104,7 +94,7 @@ def _processes() -> int:
     return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
-def workload_of(target: TargetRecord, engine: Engine | None = None) -> Workload:
+def workload_of(target: TargetRecord, out: Output, engine: Engine | None = None) -> Workload:
     """What a target builds on this rank.
 
     Raises:
@@ -115,7 +105,7 @@ def workload_of(target: TargetRecord, engine: Engine | None = None) -> Workload:
 
     workload = build_recorded(target, settings_of_rank(target.text, parse_settings(target.settings), engine))
     if engine is None:
-        check_joined()
+        check_joined(out)
     return workload
 
 

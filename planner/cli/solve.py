@@ -2,129 +2,121 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli.interrupts import INTERRUPTED, is_pressed, say_interrupted
+from planner.cli.interrupts import INTERRUPTED
 from planner.cli.options import (
-    GRAPH_GAP,
     GRAPH_SECONDS,
     LARGE_GRAPH_NODES,
     LARGE_GRAPH_SECONDS,
     AllowRounding,
     AsJson,
-    BudgetOrRules,
-    DevicesPerLink,
     HeadroomText,
-    HostMemoryOption,
-    LinkGbps,
-    NoOffload,
-    OffloadOnly,
-    Out,
+    OffloadText,
+    OptionalBudget,
     RulesFile,
-    Settings,
     SolverName,
+    SourceFile,
     TargetRequest,
+    TimeLimit,
     Trust,
+    host_memory_callback,
     numerics_of,
-    offload_options,
-    time_limit_callback,
+    offload_of,
+    offload_text,
+    out_option,
 )
+from planner.cli.output import Output, output_files
 from planner.cli.several_ranks import workload_of
-from planner.cli.shell import check_folder, complain, note, say_written, searching, show, show_json, working
 
 if TYPE_CHECKING:
+    from planner.cli.solutions import SolutionSummary
+    from planner.plans.offload_request import Offload
+    from planner.plans.problem_files import Source
+    from planner.plans.rules import Rules
+    from planner.plans.solving import Numerics
     from planner.training.verification import Verification
+    from profiler.records import Profile
 
 
 def solve_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem.")],
-    budget: BudgetOrRules = None,
+    context: typer.Context,
+    file: SourceFile,
+    budget: OptionalBudget = None,
+    solver: SolverName = "auto",
+    time_limit: TimeLimit = None,
+    offload: OffloadText = None,
     headroom: HeadroomText = None,
     rules: RulesFile = None,
-    solver: SolverName = "auto",
-    time_limit: Annotated[
-        float | None,
-        typer.Option(
-            callback=time_limit_callback,
-            help="Seconds for solvers that search; "
-            f"of a graph {GRAPH_SECONDS:g} if unset, {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes.",
-        ),
-    ] = None,
-    no_menus: Annotated[
-        bool, typer.Option("--no-menus", help="Of a profile: keep or recompute stages as a whole.")
-    ] = False,
     allow_rounding: AllowRounding = False,
-    no_offload: NoOffload = False,
-    offload_only: OffloadOnly = False,
-    link_gbps: LinkGbps = None,
-    devices_per_link: DevicesPerLink = None,
-    host_memory: HostMemoryOption = None,
-    gap: Annotated[
-        float | None,
-        typer.Option(help=f"Graphs only: the search ends this close to the bound, a share ({GRAPH_GAP:g} if unset)."),
-    ] = None,
     verify: Annotated[
         str | None,
         typer.Option(
             metavar="[TARGET]",
-            help="Of a profile: run the plan a few steps, correct its seconds, and solve again; on the model that the "
-            "profile records if no TARGET follows.",
+            help="Run the plan for a few steps, correct the seconds that were off, and solve again; on the model that "
+            "the profile records unless a TARGET follows.",
         ),
     ] = None,
-    settings: Settings = None,
     trust: Trust = False,
-    keep_best: Annotated[
-        bool, typer.Option("--keep-best", help="After Ctrl-C, write the best plan until then to -o all the same.")
-    ] = False,
-    output: Out = None,
+    output: Annotated[list[Path] | None, out_option("Write the plan to this file.")] = None,
     as_json: AsJson = False,
+    no_offload: Annotated[bool, typer.Option("--no-offload", hidden=True, help="--offload no.")] = False,
+    offload_only: Annotated[bool, typer.Option("--offload-only", hidden=True, help="--offload only.")] = False,
+    link_gbps: Annotated[float | None, typer.Option(min=0, hidden=True, help="--offload gbps=G.")] = None,
+    devices_per_link: Annotated[int | None, typer.Option(min=1, hidden=True, help="--offload devices=K.")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(callback=host_memory_callback, hidden=True, help="--offload host=B.")
+    ] = None,
 ) -> None:
     """Choose what to keep, recompute and offload so that the step's true peak stays within the budget.
 
-    FILE is a profile (planner profile -o), or a problem file: "format": "planner-chain" or "planner-graph".
+    FILE is a profile, as planner profile writes it, or a problem file of a chain or a graph.
 
-    With --rules the plan does what these state, and only the rest, if it is to be solved for, is chosen. --budget may
-    then be left out.
+    With --rules the plan does what the rules say, and the rest is solved for. Rules that decide everything need no
+    --budget.
 
-    With --verify (and --set, as for profile) the plan is checked against its own run, stage by stage: programs and
-    second runs whose seconds are off by more than a tenth are corrected, and it is solved again. Of three plans at most
-    the fastest is written.
+    With --verify the plan is run and checked stage by stage. Where seconds are off by more than a tenth they are
+    corrected and the problem is solved again, up to three times; the fastest plan is written.
 
-    Ctrl-C ends the search: the best plan so far is printed, and written only with --keep-best; exit code 130.
+    Ctrl-C ends the search with exit code 130; the best plan found so far is printed and written to -o.
     """
-    from planner.cli import problem_solving
-    from planner.cli.solution_summary import summary_of_plan
+    from planner.cli import documents
+    from planner.cli.solutions import summary_of_plan
     from planner.cli.tables import solution_report, verification_report
-    from planner.plans import problem_files
+    from planner.plans.problem_files import read_source
     from planner.plans.refusals import Infeasible
     from planner.plans.rules import Rules
     from profiler.json_files import write_document
 
-    check_folder(output)
-    _check_verify(verify, rules, settings)
+    out: Output = context.obj
+    path = output_files(output, "json").json
+    if verify is not None and rules is not None:
+        raise ValueError("--verify: a plan made with --rules cannot be corrected; leave one out, or run planner train")
     stated = None if rules is None else Rules.load(rules)
-    offload_request = offload_options(no_offload, link_gbps, devices_per_link, host_memory, offload_only=offload_only)
-    source = problem_files.read_source(file)
-    target = TargetRequest(text=verify, settings=settings, option="--verify", trust=trust)
+    given = offload_text(
+        offload,
+        no_offload=no_offload,
+        offload_only=offload_only,
+        link_gbps=link_gbps,
+        devices_per_link=devices_per_link,
+        host_memory=host_memory,
+    )
+    offload_request = offload_of(given)
+    source = read_source(file)
+    target = TargetRequest(text=verify, option="--verify", trust=trust)
     if verify is not None:
-        target.chosen(problem_solving.check_verifiable(source).target, file)  # Refused before the search, not after.
-    if no_menus:
-        source = problem_solving.stage_level(source, stated)
+        target.chosen(_verifiable(source).target, file)  # Refused before the search, not after.
     try:
-        limit_seconds = problem_solving.search_seconds(source, time_limit)
-        with contextlib.redirect_stdout(sys.stderr), searching(limit_seconds):
-            summary, document = problem_solving.solve_source(
+        with out.searching(search_seconds(source, time_limit)):
+            summary, document = solve_source(
                 source,
                 budget,
                 solver=solver,
                 time_limit_seconds=time_limit,
-                gap=gap,
                 rules=stated,
                 offload=offload_request,
                 headroom=headroom,
@@ -132,61 +124,55 @@ def solve_command(
             )
     except Infeasible as refusal:
         if as_json:
-            show_json(problem_solving.refusal_of(refusal, source))
+            out.show_json(documents.refusal_document(refusal, **_unplanned(source)))
         raise
     except KeyboardInterrupt:
         if as_json:
-            show_json(problem_solving.interrupted_document(source, solver))
+            out.show_json(documents.nothing_yet_document(solver, **_unplanned(source)))
         raise
-    if is_pressed() and not summary.interrupted:  # A method of graphs that ended by it, and returned.
-        summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
     if summary.no_offload:
-        note(f"without offload: {summary.no_offload}")
+        out.note(f"without offload: {summary.no_offload}")
     verified = None
-    if verify is not None and not summary.interrupted:
+    interrupted = summary.interrupted or out.ctrl_c.pressed  # A method of graphs may end by it, and return.
+    if verify is not None and not interrupted:
         try:
-            verified = _verified(document, target, file, solver=solver, time_limit_seconds=time_limit)
+            verified = _verified(out, document, target, file, solver=solver, time_limit_seconds=time_limit)
             summary, document = summary_of_plan(verified.plan), verified.plan.to_document()
         except KeyboardInterrupt:  # The plan is there, and was not checked against its own run.
-            summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
-    if summary.interrupted:
-        _say_interrupted(output, keep_best)
-        output = output if keep_best else None
-    if output is not None:
-        write_document(output, document)
+            interrupted = True
+    if interrupted:
+        summary, document = replace(summary, interrupted=True), {**document, "interrupted": True}
+        out.ctrl_c.say("interrupted: best plan so far")
+    if path is not None:
+        write_document(path, document)
     if as_json:
-        show_json({**summary.to_document(), **({} if verified is None else _rounds(verified))})
+        rounds = {} if verified is None else {"verified": [documents.round_document(each) for each in verified.rounds]}
+        out.show_json({**summary.to_document(), **rounds})
     else:
-        show(solution_report(summary))
-        if verified is not None:
-            show("", verification_report(verified))
-    say_written(output)
-    if output is None and not as_json and not summary.interrupted:
-        note("not written anywhere: -o FILE writes it")
-    if summary.interrupted:
+        out.show(solution_report(summary), *([] if verified is None else ["", verification_report(verified)]))
+    out.say_written(path)
+    if path is None and not as_json and not interrupted:
+        out.note("not written to any file: add -o FILE")
+    if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
-def _say_interrupted(output: Path | None, keep_best: bool) -> None:
-    say_interrupted("interrupted: best plan so far")
-    if output is not None and not keep_best:
-        complain(f"not written: {output}; --keep-best writes the best plan so far")
+def _verifiable(source: Source) -> Profile:
+    """The profile, if its plan can be checked against its own run; raises ValueError for all else."""
+    from profiler.records import Profile
 
-
-def _check_verify(verify: str | None, rules: Path | None, settings: list[str] | None) -> None:
-    if verify is None and settings:
-        raise ValueError("--set: expected --verify with it, got none; add it, the values are for the model that is run")
-    if verify is not None and rules is not None:
-        raise ValueError("--verify: expected a plan that is solved for, got --rules; planner train measures those")
-
-
-def _rounds(verified: Verification) -> dict[str, Any]:
-    from planner.cli.documents import round_document
-
-    return {"verified": [round_document(each) for each in verified.rounds]}
+    if not isinstance(source, Profile):
+        raise ValueError("--verify: a problem file has no model to run; leave it out, or solve a profile")
+    if source.frugal:
+        raise ValueError(
+            "--verify: this step does not fit without a plan, so there is nothing to compare with; leave it out, "
+            "planner train measures the plan"
+        )
+    return source
 
 
 def _verified(
+    out: Output,
     document: dict[str, Any],
     target: TargetRequest,
     file: Path,
@@ -199,7 +185,115 @@ def _verified(
 
     plan = Plan.from_document(document, "the plan")
     chosen = target.chosen(plan.target, file).with_changes((), plan.device)
-    with working() as progress:
-        workload = workload_of(chosen)
+    with out.working() as progress:
+        workload = workload_of(chosen, out)
         progress("verify", 0, 1)
         return verify(workload, plan, solver=solver, time_limit_seconds=time_limit_seconds)
+
+
+def solve_source(
+    source: Source,
+    budget: str | None,
+    *,
+    solver: str,
+    time_limit_seconds: float | None,
+    rules: Rules | None = None,
+    offload: Offload | None = None,
+    headroom: str | None = None,
+    numerics: Numerics = "eager",
+) -> tuple[SolutionSummary, dict[str, Any]]:
+    """The summary of a solution, and the document to save.
+
+    Args:
+        source: the profile, chain or graph.
+        budget: as text; None with rules that need none.
+        solver, time_limit_seconds: as at the command line.
+        rules: what is stated of a profile's stages by hand.
+        offload: whether and over what activations may go to host memory; None where nothing was said of it.
+        headroom: of the budget, left to the device's allocator; None where nothing was said of it.
+        numerics: as for ``planner.solve``.
+
+    After Ctrl-C the best solution that was found until then, marked ``interrupted``.
+
+    Raises:
+        Infeasible: no schedule came out.
+        KeyboardInterrupt: Ctrl-C was pressed before there was any.
+        ValueError: a solver or an option that this kind of problem does not have, or a budget that does not parse.
+    """
+    from planner.cli import solutions
+    from planner.plans.offload_request import Offload
+    from planner.plans.plan import Plan
+    from planner.plans.plan_claims import Interrupted
+    from planner.plans.solving import find_plan
+    from planner.plans.stated_plan import state
+    from profiler.records import Profile
+    from solvers.problem.chain import Chain
+    from solvers.problem.graph import Graph
+
+    of_profile = isinstance(source, Profile)
+    kind = "rules" if rules is not None else "a problem file"
+    if rules is not None and not of_profile:
+        raise ValueError("--rules: rules name stages of a model, and a problem file has none; pass a profile")
+    if numerics != "eager" and (rules is not None or not of_profile):
+        raise ValueError(f"--allow-rounding: it has no effect on {kind}; leave it out")
+    if offload is not None and (rules is not None or isinstance(source, Graph)):
+        raise ValueError(f"--offload: it has no effect on {kind if rules is not None else 'a graph'}; leave it out")
+    if headroom is not None and not of_profile:
+        raise ValueError("--headroom: a problem file has no device whose allocator needs room; lower the budget")
+    if budget is None and rules is None:
+        raise ValueError("--budget: it is missing; add the most bytes alive at once, such as 8GiB or 70%")
+    if isinstance(source, Graph | Chain):
+        assert budget is not None
+        if isinstance(source, Graph):
+            summary, actions = solutions.solve_graph_problem(
+                source, budget, solver=solver, time_limit_seconds=time_limit_seconds
+            )
+            return summary, solutions.graph_solution_file(summary, source, actions)
+        summary, schedule = solutions.solve_chain_problem(
+            source, budget, solver=solver, time_limit_seconds=time_limit_seconds, offload=offload or Offload()
+        )
+        return summary, solutions.chain_solution_file(summary, source, schedule)
+    search: dict[str, Any] = {
+        "solver": solver, "time_limit_seconds": time_limit_seconds, "headroom": headroom or 0
+    }  # fmt: skip
+    try:
+        if rules is not None:
+            plan = state(source, rules, budget=budget, **search)
+        else:
+            assert budget is not None
+            plan = find_plan(source, budget, offload=offload or Offload(), numerics=numerics, **search)
+    except Interrupted as stop:
+        assert isinstance(stop.plan, Plan)
+        plan = stop.plan
+    return solutions.summary_of_plan(plan), plan.to_document()
+
+
+def search_seconds(source: Source, time_limit: float | None, of_graph_seconds: float | None = None) -> float:
+    """How long solvers may search; 0 where that is not known before.
+
+    Args:
+        source: what they solve.
+        time_limit: as at the command line.
+        of_graph_seconds: for a graph without a limit; None as for one solve.
+    """
+    from solvers.problem.graph import Graph
+
+    if time_limit is not None or not isinstance(source, Graph):
+        return time_limit or 0.0
+    return of_graph_seconds or (LARGE_GRAPH_SECONDS if len(source.nodes) > LARGE_GRAPH_NODES else GRAPH_SECONDS)
+
+
+def _unplanned(source: Source) -> dict[str, Any]:
+    """What is known of the step without a plan."""
+    from profiler.records import Profile
+    from solvers.chain.baselines import keep_all_replay
+    from solvers.graph.liveness import unplanned_replay
+    from solvers.problem.graph import Graph
+
+    if isinstance(source, Profile):
+        peak_bytes, seconds = source.unplanned_peak_bytes, source.unplanned_seconds
+        resident_bytes = source.resident.total
+    else:
+        unplanned = unplanned_replay(source) if isinstance(source, Graph) else keep_all_replay(source)
+        peak_bytes, seconds, resident_bytes = unplanned.peak_bytes, unplanned.seconds, source.resident_bytes
+    return {"unplanned_peak_bytes": peak_bytes, "unplanned_seconds": seconds, "resident_bytes": resident_bytes}

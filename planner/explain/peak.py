@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 
@@ -21,10 +20,6 @@ from profiler.records import MenuRecord, OptionRecord, ResidentBytes
 from solvers import Chain, Schedule
 from solvers.problem.chain import RUNS
 from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_each
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"
@@ -409,19 +404,16 @@ def stage_in_words(stage: str) -> str:
     return f"what runs {name}" if name.startswith(("before ", "between ", "after ")) else name
 
 
-def peak_table(peaks: Iterable[Peak]) -> pd.DataFrame:
-    """Every part of every peak, one row each.
+def peak_parts(peaks: Iterable[Peak]) -> list[dict[str, str | int]]:
+    """Every part of every peak, largest first.
 
-    Columns: ``series`` (``predicted`` or ``measured``), ``what``, ``op`` (that
-    made it), ``module`` (relative to the stage), ``stage``, ``phase`` (in which
-    it was made), ``tensors`` (0 where not known), ``bytes``. The bytes of a
+    Keys: ``series`` (``predicted`` or ``measured``), ``what``, ``op`` (that made it), ``module`` (relative to the
+    stage), ``stage``, ``phase`` (in which it was made), ``tensors`` (0 where not known), ``bytes``. The bytes of a
     series add up to its peak.
     """
-    import pandas as pd
-
     rows = [
         (peak.source, p.what, p.op, p.module, p.stage, p.phase, p.tensors, p.size_bytes)
         for peak in peaks
         for p in sorted(peak.parts, key=lambda part: -part.size_bytes)
     ]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]

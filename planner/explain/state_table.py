@@ -9,10 +9,8 @@ from typing import Any
 
 import pandas as pd
 import torch
-from rich.console import Group, RenderableType
 from torch import Tensor, nn
 
-from planner.explain.tables import facts, plain_table
 from planner.units import format_bytes
 from profiler.measurement.step_measurement import MeasuredStates, measure_states
 from profiler.tensors.tensor_parts import storage_key
@@ -174,35 +172,6 @@ def _copies(workload: Workload) -> list[Tensor]:
     loss = workload.loss
     of_loss = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
     return [p for p in _other_parameters(workload) if id(p) not in of_loss]
-
-
-_NOTHING = "-"
-
-
-def states_report(states: ModelStates) -> RenderableType:
-    """What each part takes, measured and by formula; what they come to together; the first step and later ones."""
-    title = f"Model states of {states.model_class} ({states.precision}, {states.optimizer})"
-    table = plain_table(title, ["part", "how"], ["measured", "by formula"])
-    for row in states.rows:
-        table.add_row(*_cells(row), style=None if row.held else "dim")
-    return Group(table, facts(_sums(states)))
-
-
-def _cells(row: StateRow) -> list[str]:
-    size = _NOTHING if row.formula_bytes is None else format_bytes(row.formula_bytes)
-    return [row.part, row.how, format_bytes(row.measured_bytes), size]
-
-
-def _sums(states: ModelStates) -> list[tuple[str, str]]:
-    count = states.parameter_count
-    mean = f"{states.held_bytes / count:.2f} bytes for each of {count:,} parameters" if count else "no parameters"
-    first = states.first_peak_bytes
-    begins = [] if first is None else [("first step", f"peak {format_bytes(first)}: states are made in it")]
-    return [
-        ("together", f"{format_bytes(states.held_bytes)}: {mean}, without those that come and go"),
-        *begins,
-        ("later steps", f"peak {format_bytes(states.peak_bytes)}, in the {states.peak_phase} phase"),
-    ]
 
 
 _BLOCK = 256  # elements that share a scale in bitsandbytes' 8-bit optimizers (Optimizer2State.init_state)

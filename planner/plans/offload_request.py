@@ -79,22 +79,22 @@ def usable_link(offload_request: Offload, chain: Chain, measured: LinkRecord | N
     if not why:
         return link, ""
     if offload_request.mode == "only":
-        raise ValueError(f"offload: expected a link over which something can be sent, got none: {why}")
+        raise ValueError(f"offload: nothing can be sent to host memory: {why}")
     asked = offload_request.mode == "auto" and (link is not None or offload_request != Offload())
     return None, why if asked else ""
 
 
 def _why_not(link: Link | None, smallest: int | None) -> str:
     if link is None:
-        return "no link is known: profile on a device that has one, or give its speed with --link-gbps"
+        return "no link is known: profile on a device that has one, or give its speed, --offload gbps=25 (link_gbps=)"
     if not min(link.to_host_bytes_per_second, link.to_device_bytes_per_second) > 0:
-        return "the link's speed is 0: give one above 0 with --link-gbps"
+        return "the link's speed is 0: give one above 0"
     if smallest is None:
         return "nothing of this model can be sent: profile with menus, which record what each stage keeps"
     if link.host_bytes is not None and link.host_bytes < smallest:
         return (
             f"host memory of {format_bytes(link.host_bytes)} holds not even the smallest tensor that could be sent, "
-            f"{format_bytes(smallest)}: allow more with --host-memory"
+            f"{format_bytes(smallest)}: allow more, --offload host=64GiB (host_memory=)"
         )
     return ""
 

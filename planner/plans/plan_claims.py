@@ -135,7 +135,7 @@ class PlanClaims:
     def timeline(self) -> SvgPicture:
         """The bytes alive over forward and backward as a small picture, which notebooks show; a line is the budget.
 
-        ``planner show plan.json --timeline FILE`` draws a larger one, with names.
+        ``planner show plan.json -o step.png`` draws a larger one, with names.
 
         Raises:
             ValueError: the plan is of an older release, and carries no chain.

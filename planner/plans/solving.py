@@ -52,7 +52,7 @@ _EXACT_ROUNDS = 2
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _EXACT_GAIN = 1e-3  # of a step's time, that makes another round worth it
 COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
-NO_LINK = "no link is known: run on a device that has one, or give its speed with --link-gbps"
+NO_LINK = "no link is known: run on a device that has one, or give its speed, --offload gbps=25 (link_gbps=)"
 
 
 def solve(
@@ -432,7 +432,7 @@ def repriced(plan: Plan, chain: Chain, *, lower_bound_seconds: float = 0.0) -> P
 def why_no_offload(offload_request: Offload, profile: Profile) -> str:
     """Why nothing can be sent to host memory; empty where it can."""
     if offload_request.mode == "never":
-        return "nothing is to be sent (--no-offload)"
+        return "nothing is to be sent (--offload no)"
     link, why = usable_link(offload_request, chain_of(profile), profile.link)
     return "" if link is not None else why or NO_LINK
 

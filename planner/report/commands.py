@@ -27,17 +27,16 @@ def commands_of(plan: Plan, target: str | None = None, plan_file: str | Path = "
         f"planner profile {target or target_of(plan)}{whole}{rules} -o {_profile_file(plan_file)}",
         solve_command(plan, plan.budget_bytes, plan_file),
         f"planner train {given}--plan {_quoted(plan_file)}",
-        f"planner show {_quoted(plan_file)} --html report.html",
+        f"planner show {_quoted(plan_file)} -o report.html",
     )
 
 
 def solve_command(plan: Plan, budget_bytes: int, plan_file: str | Path = "plan.json") -> str:
     """The command that solves for a budget as a plan was solved."""
     headroom = f" --headroom {plan.headroom_bytes}" if plan.headroom_bytes and budget_bytes == plan.budget_bytes else ""
-    only = " --offload-only" if plan.offload_only else ""
     rules = " --rules RULES" if plan.stated else ""
     return (
-        f"planner solve {_profile_file(plan_file)} --budget {budget_bytes}{headroom}{rules}{_link(plan)}{only} "
+        f"planner solve {_profile_file(plan_file)} --budget {budget_bytes}{headroom}{rules}{_offload_option(plan)} "
         f"-o {_quoted(plan_file)}"
     )
 
@@ -52,15 +51,15 @@ def _quoted(path: str | Path) -> str:
     return shlex.quote(str(path))
 
 
-def _link(plan: Plan) -> str:
+def _offload_option(plan: Plan) -> str:
     """A link that was given has one rate in both directions; one that was measured is in the profile."""
+    said = ["only"] if plan.offload_only else []
     link = plan.link
-    if link is None:
-        return ""
-    host = "" if link.host_bytes is None else f" --host-memory {link.host_bytes}"
-    if link.to_host_bytes_per_second != link.to_device_bytes_per_second:
-        return host
-    return f" --link-gbps {link.to_host_bytes_per_second / 1e9:g}{host}"
+    if link is not None and link.to_host_bytes_per_second == link.to_device_bytes_per_second:
+        said.append(f"gbps={link.to_host_bytes_per_second / 1e9:g}")
+    if link is not None and link.host_bytes is not None:
+        said.append(f"host={link.host_bytes}")
+    return f" --offload {','.join(said)}" if said else ""
 
 
 SHARES = (0.9, 0.75, 0.5)  # of the plan's budget
@@ -113,7 +112,7 @@ def _offload(plan: Plan) -> Iterator[LeverRow]:
     yield LeverRow(
         change="Offload to host memory",
         effect=f"not weighed here: {why}. Over a link of known speed tensors may wait there instead",
-        command=f"planner solve profile.json --budget {plan.budget_bytes} --link-gbps 12 -o plan.json",
+        command=f"planner solve profile.json --budget {plan.budget_bytes} --offload gbps=12 -o plan.json",
     )
 
 

@@ -301,9 +301,10 @@ def host_buffer(size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         warn_caller(
-            f"offload: expected {size_bytes} bytes of pinned host memory, got none ({str(error).splitlines()[0]}); "
-            "other memory is used: copies are several times slower and hold up the computation, so steps take longer "
-            "than predicted. Allow less with --host-memory, or raise the limit on locked memory (ulimit -l)",
+            f"offload: {size_bytes} bytes of pinned host memory could not be had ({str(error).splitlines()[0]}), so "
+            "other memory is used: copies are several times slower and hold up the computation, and steps take longer "
+            "than predicted. Allow less host memory (--offload host=B), or raise the limit on locked memory (ulimit "
+            "-l)",
         )
         return torch.empty(size_bytes, dtype=torch.uint8)
 

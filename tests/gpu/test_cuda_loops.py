@@ -181,7 +181,7 @@ def test_transformers_trainer_trains_within_its_budget(tmp_path: Path) -> None:
 def test_the_whole_way_at_the_command_line(tmp_path: Path) -> None:
     sizes = ["layers=4", "hidden=128", "seq=128", "batch=8"]
     page = tmp_path / "page.html"
-    options = ["--device", "cuda", "--set", *sizes, "--budget", "60%", "--json", "--report", str(page)]
+    options = ["--device", "cuda", "--set", *sizes, "--budget", "60%", "--json", "-o", str(page)]
     command = [sys.executable, "-m", "planner", "train", "zoo:gpt2", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import pytest
 
 import planner
 from planner import zoo
-from planner.cli.shell import NO_PLAN
+from planner.cli.arguments import NO_PLAN
 from planner.errors import ProfileError
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.workload.workload import Workload
@@ -218,6 +218,6 @@ def test_what_is_computed_says_so(tmp_path: Path) -> None:
     run("pareto", files[0], "-o", tmp_path / "curve.svg", "--csv", tmp_path / "curve.csv")
     assert "none," in (table := (tmp_path / "curve.csv").read_text()) and ",computed," in table
     assert "<!-- unplanned, computed -->" in (tmp_path / "curve.svg").read_text()
-    run("show", files[1], "--timeline", tmp_path / "timeline.svg")
+    run("show", files[1], "-o", tmp_path / "timeline.svg")
     assert "the step without the plan is computed" in (tmp_path / "timeline.svg").read_text()
     assert run("profile", *target, "--limit", "much").exit_code not in (0, NO_PLAN)

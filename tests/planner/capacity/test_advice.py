@@ -19,7 +19,7 @@ from planner.capacity.advice_report import advice_figure, document_of, draw_advi
 from planner.capacity.lever_search import SearchOutcome, StepVariant, enough, least_states_bytes, too_slow
 from planner.capacity.levers import Combination, lever_options, rank, result_of_micro_batches, worst
 from planner.capacity.workload_variants import MicroBatchLoss, WorkloadVariants
-from planner.cli.shell import show
+from planner.cli.output import Output
 from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
 from profiler.workload.steps import ProfileError
@@ -127,7 +127,7 @@ def test_nothing_fits():
     assert advice.nearest.peak_bytes == min(each.peak_bytes for each in advice.combinations)
     assert advice.nearest.seconds is not None
     assert "no lever brings the step down" in advice.notes[0]
-    show(report_of(advice))
+    Output().show(report_of(advice))
 
 
 def test_what_fits_is_left_alone(monkeypatch):
@@ -292,7 +292,7 @@ def test_the_document_is_plain_data(tight):
 
 
 def test_tables_and_picture_show_what_is_advised(tight, tmp_path, capsys):
-    show(report_of(tight))
+    Output().show(report_of(tight))
     text = capsys.readouterr().out
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "advice" in text and "optimizer states" in text and "up to rounding" in text
@@ -339,12 +339,12 @@ SMALL = ["--set", "layers=4", "hidden=32", "batch=256"]
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    result = done("advise", "zoo:mlp", *SMALL, "--budget", "80%", "--no-menus", "--json", "-o", tmp_path / "a.svg")
+    result = done("advise", "zoo:mlp", *SMALL, "--budget", "80%", "--json", "-o", tmp_path / "a.svg")
     assert json.loads(result.stdout)["fits"] and (tmp_path / "a.svg").stat().st_size
 
 
 def test_the_command_where_nothing_fits():
-    result = run("advise", "zoo:mlp", *SMALL, "--budget", "1KB", "--no-menus", "--json")
+    result = run("advise", "zoo:mlp", *SMALL, "--budget", "1KB", "--json")
     assert result.exit_code == 3 and "comes nearest" in result.stderr
     document = json.loads(result.stdout)
     assert document["minimum_budget_bytes"] == document["nearest"]["peak_bytes"] > 1000

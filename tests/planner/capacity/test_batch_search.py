@@ -273,8 +273,8 @@ def _stepped(workload):
 def test_the_command_says_what_the_contract_wants_and_writes_a_plan_that_trains_and_a_picture(tmp_path):
     pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
     plan, picture = tmp_path / "plan.json", tmp_path / "limits.svg"
-    search = ("max-batch", "zoo:mlp", "--set", *pairs, "--step", str(STEP), "--budget", "1MB", "--no-menus")
-    result = done(*search, "--json", "-o", plan, "--plot", picture)
+    search = ("max-batch", "zoo:mlp", "--set", *pairs, "--vary", f"batch:{STEP}", "--budget", "1MB")
+    result = done(*search, "--json", "-o", plan, "-o", picture)
     document = json.loads(result.stdout)
     for way in ("none", "recompute"):
         assert document[way]["batch"] > 0
@@ -294,9 +294,7 @@ def test_the_command_says_what_the_contract_wants_and_writes_a_plan_that_trains_
 
 def test_a_budget_for_nothing_ends_with_exit_code_3():
     pairs = [f"{key}={value}" for key, value in SETTINGS.items()]
-    result = run(
-        "max-batch", "zoo:mlp", "--set", *pairs, "--step", str(STEP), "--budget", "60KB", "--no-menus", "--json"
-    )
+    result = run("max-batch", "zoo:mlp", "--set", *pairs, "--vary", f"batch:{STEP}", "--budget", "60KB", "--json")
     assert result.exit_code == 3
     document = json.loads(result.stdout)
     assert document["status"] == "infeasible" and document["none"]["batch"] == 0
@@ -314,7 +312,8 @@ def test_a_budget_for_nothing_ends_with_exit_code_3():
         (["--budget", "70%"], "grows with the size"),
         (["--headroom", "2GB"], "headroom: expected less than the budget"),
         (["--device", "abacus"], "expected one that this machine has"),
-        (["--no-offload", "--link-gbps", "-1"], "greater than or equal to 0"),
+        (["--offload", "no,gbps=-1"], "not negative"),
+        (["--vary", "batch:0"], "--vary: expected a whole number above zero after the colon"),
     ],
 )
 def test_wrong_input_is_refused(args, says):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import planner
 from planner.capacity.rank_advice import RankAdvice, advise_rank, rank_report_of
-from planner.cli.shell import show
+from planner.cli.output import Output
 from tests.support.command_line import refused, run
 
 WIDTH, LAYERS, BATCH = 32, 4, 256
@@ -64,7 +64,7 @@ def test_the_plan_is_within_the_budget_and_the_smallest_below_it(sharded: RankAd
 
 
 def test_the_tables_say_what_is_predicted(sharded: RankAdvice, capsys: pytest.CaptureFixture[str]) -> None:
-    show(rank_report_of(sharded))
+    Output().show(rank_report_of(sharded))
     said = " ".join(capsys.readouterr().out.split())
     assert "holds, predicted, in fully_shard on 8 ranks" in said and "parameters, its part" in said
     assert f"{BATCH} samples on each rank, {8 * BATCH} together" in said
@@ -81,7 +81,6 @@ def test_the_command() -> None:
         "64",
         "--shard",
         "fsdp2",
-        "--no-menus",
         "--json",
     ]
     result = run("advise", "zoo:mlp", *asked, "--budget", "1KB")
@@ -96,13 +95,13 @@ def test_the_command() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--world-size", "8"], "expected both or neither, got --world-size alone; add --shard ddp or fsdp2"),
-        (["--shard", "ddp"], "expected both or neither, got --shard alone; add --world-size 8"),
+        (["--world-size", "8"], "simulated ranks need both; add --shard ddp or fsdp2"),
+        (["--shard", "ddp"], "simulated ranks need both; add --world-size 8"),
         (["--world-size", "1", "--shard", "ddp"], "--world-size: expected at least 2 ranks, got 1"),
         (["--world-size", "8", "--shard", "zero"], "expected ddp or fsdp2, got 'zero'"),
-        (["--world-size", "8", "--shard", "ddp", "-o", "a.png"], "expected no picture of simulated ranks"),
+        (["--world-size", "8", "--shard", "ddp", "-o", "a.png"], "no picture of simulated ranks"),
         (["--world-size", "8", "--shard", "ddp", "--budget", "many"], "expected"),
-        ([], "--budget: expected the most bytes alive at once, got none"),
+        ([], "--budget: it is missing; add the most bytes alive at once"),
     ],
 )
 def test_the_command_refuses(wrong: list[str], said: str) -> None:

@@ -197,8 +197,8 @@ def test_an_output_folder_that_is_not_there_is_refused_before_any_work(files, tm
     missing = tmp_path / "no" / "folder"
     assert "create it" in refused("profile", "zoo:mlp", "-o", missing / "p.json")
     assert "create it" in refused("solve", files / "profile.json", "--budget", "85%", "-o", missing / "p.json")
-    assert "create it" in refused("pareto", files / "profile.json", "--csv", missing / "p.csv")
-    assert "a folder" in refused("profile", "zoo:mlp", "-o", tmp_path)
+    assert "create it" in refused("pareto", files / "profile.json", "-o", missing / "p.csv")
+    assert "it is a folder" in refused("profile", "zoo:mlp", "-o", tmp_path)
     assert ".png" in refused("pareto", files / "profile.json", "-o", tmp_path / "curve.txt")
 
 
@@ -225,4 +225,4 @@ def test_a_file_name_that_no_folder_takes_is_refused(files, tmp_path):
 
 def test_options_that_a_kind_of_profile_does_not_have_are_refused():
     simulated = ["advise", "zoo:mlp", "--world-size", "2", "--shard", "ddp", "--batch-key", "rows"]
-    assert "--batch-key: expected none with simulated ranks" in refused(*simulated)
+    assert "--batch-key: the batch of simulated ranks is not split" in refused(*simulated)

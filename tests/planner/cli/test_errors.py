@@ -12,9 +12,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from planner.cli import shell
+from planner.cli import output
+from planner.cli.arguments import naming_option, option_in
 from planner.cli.commands import app
-from planner.cli.errors import naming_option, option_in
+from planner.cli.output import Output
 from profiler import json_files
 from tests.support.command_line import TARGETS, done, refused, run
 
@@ -27,11 +28,6 @@ def inner():
 def outer():
     return inner()
 """
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_of_quiet(monkeypatch):
-    monkeypatch.setattr(shell, "_talk", shell.Talk())
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
@@ -54,7 +50,7 @@ def test_commands_with_results_take_json(name):
         (["solve", "x.json", "--budget", "much"], "--budget: expected a size such as 8GiB"),
         (["train", "zoo:mlp", "--budget", "much"], "--budget: expected a size such as 8GiB"),
         (["max-batch", "zoo:mlp", "--budget", "50%"], "--budget: expected what the device holds"),
-        (["advise", "zoo:mlp"], "--budget: expected the most bytes alive at once, got none; "),
+        (["advise", "zoo:mlp"], "--budget: it is missing; "),
         (["profile", "zoo:mlp", "--limit", "-1"], "--limit: expected a size such as 8GiB"),
         (
             ["solve", "x.json", "--headroom", "x"],
@@ -76,7 +72,7 @@ def test_commands_with_results_take_json(name):
         (["max-batch", "zoo:mlp", "--budget", "1GB", "--vary", "sq"], "TARGET zoo:mlp: expected the settings "),
         (["solve", "x.json", "--link-gbps", "-1"], "--link-gbps: expected a number greater than or equal to 0, got"),
         (["solve", "x.json", "--devices-per-link", "0"], "--devices-per-link: expected a number greater than or equal"),
-        (["compare", "zoo:mlp", "--budget", "1GB", "--time-limit", "0"], "--time-limit: expected seconds above zero, "),
+        (["solve", "x.json", "--time-limit", "0"], "--time-limit: expected seconds above zero, "),
         (["train", "nothing", "--budget", "1GB"], "TARGET: expected zoo:NAME, "),
         (["train", "zoo:mlp", "--shard", "x", "--budget", "1GB"], "--shard: expected ddp or fsdp2, got 'x'; "),
     ],
@@ -105,9 +101,9 @@ def test_half_a_target_is_completed(target, remedy):
 
 
 def test_a_warning_that_no_line_of_the_user_s_caused_is_a_plain_line(capsys, monkeypatch):
-    monkeypatch.setattr(shell.warnings, "showwarning", lambda *given: seen.append(given))
+    monkeypatch.setattr(output.warnings, "showwarning", lambda *given: seen.append(given))
     seen = []
-    shell.show_warnings_plainly()
+    Output().show_warnings_plainly()
     warnings.warn_explicit("another forward", RuntimeWarning, str(typer.main.__file__), 1)
     assert capsys.readouterr().err == "warning: another forward\n" and not seen
     warnings.warn_explicit("of the user's", RuntimeWarning, "own.py", 1)

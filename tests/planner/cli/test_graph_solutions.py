@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import planner
-from planner.cli import problem_solving
+from planner.cli import solutions
 from planner.plans.pareto_curves import COLUMNS
 from solvers.problem.examples import training_graph
 from tests.support.command_line import SOLVE_KEYS, done, refused, run
@@ -104,29 +104,18 @@ def test_nothing_found_and_nothing_ruled_out_is_no_proof(deep):
 def test_nothing_found_is_infeasible_without_proof():
     graph = training_graph(8)
     with pytest.raises(planner.Infeasible) as caught:
-        problem_solving.solve_graph_problem(graph, "5", solver="keep_all", time_limit_seconds=None, gap=None)
+        solutions.solve_graph_problem(graph, "5", solver="keep_all", time_limit_seconds=None)
     assert isinstance(caught.value, ValueError) and caught.value.status == "unknown"
     assert caught.value.budget_bytes == 5
 
 
 def test_an_interrupted_search_gives_its_best_plan(step, tmp_path, monkeypatch):
-    solve = problem_solving.solve_graph
-    monkeypatch.setattr(problem_solving, "solve_graph", lambda *a: dataclasses.replace(solve(*a), interrupted=True))
-    result = run("solve", step, "--budget", "75%", "--json", "-o", tmp_path / "plan.json", "--keep-best")
+    solve = solutions.solve_graph
+    monkeypatch.setattr(solutions, "solve_graph", lambda *a: dataclasses.replace(solve(*a), interrupted=True))
+    result = run("solve", step, "--budget", "75%", "--json", "-o", tmp_path / "plan.json")
     assert result.exit_code == 130 and "interrupted: best plan so far" in result.stderr
     assert json.loads(result.stdout)["interrupted"] is True
     assert json.loads((tmp_path / "plan.json").read_text())["interrupted"] is True
-
-
-def test_the_gap_reaches_the_search_of_a_graph_and_is_refused_elsewhere(step, files, monkeypatch):
-    given = []
-    solve = problem_solving.solve_graph
-    monkeypatch.setattr(problem_solving, "solve_graph", lambda *a: given.append(a[2:]) or solve(*a))
-    done("solve", step, "--budget", "75%", "--gap", "0.05", "--time-limit", "3")
-    assert given == [(3.0, 0.05)]
-    assert "from 0 to below 1" in refused("solve", step, "--budget", "75%", "--gap", "1")
-    said = refused("solve", files / "profile.json", "--budget", "85%", "--gap", "0.1")
-    assert "got a profile; leave it out" in said
 
 
 def with_change(change) -> str:

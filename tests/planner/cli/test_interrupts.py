@@ -106,24 +106,23 @@ def program(text: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_search_that_a_signal_ends_prints_its_best_plan_and_writes_none(chain, tmp_path):
+def test_a_search_that_a_signal_ends_prints_and_writes_its_best_plan(chain, tmp_path):
     plan = tmp_path / "plan.json"
-    plan.write_text("a better one")
     ended = program(PRESSED_IN_ILP, "solve", chain, "--budget", BUDGET, "-o", plan, "--json")
-    assert (ended.returncode, plan.read_text()) == (130, "a better one")
-    assert f"interrupted: best plan so far\nnot written: {plan}" in ended.stderr and "Traceback" not in ended.stderr
+    assert (ended.returncode, json.loads(plan.read_text())["interrupted"]) == (130, True)
+    assert f"interrupted: best plan so far\nwritten: {plan}" in ended.stderr and "Traceback" not in ended.stderr
     solved = json.loads(ended.stdout)
     assert set(solved) >= SOLVE_KEYS
     assert (solved["interrupted"], solved["status"], solved["predicted_seconds"]) == (True, "feasible", 23.0)
 
 
-def test_with_keep_best_it_writes_that_plan(chain, tmp_path, monkeypatch):
+def test_the_plan_of_a_search_that_was_interrupted_says_so(chain, tmp_path, monkeypatch):
     def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(registry.ilp, "solve", pressed)
     plan = tmp_path / "plan.json"
-    ended = run("solve", chain, "--budget", BUDGET, "-o", plan, "--keep-best")
+    ended = run("solve", chain, "--budget", BUDGET, "-o", plan)
     assert ended.exit_code == 130 and "interrupted: the best until then" in ended.stdout
     assert json.loads(plan.read_text())["interrupted"] is True
     assert "interrupted: the best until then" in done("show", plan).stdout
@@ -180,18 +179,16 @@ def test_other_commands_end_in_one_line(chain, monkeypatch):
     assert (ended.exit_code, json.loads(ended.stdout)) == (130, {"status": "interrupted", "interrupted": True})
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_plan_that_is_there_is_not_lost_while_it_is_verified(files, tmp_path, monkeypatch, keep):
+def test_a_plan_that_is_there_is_not_lost_while_it_is_verified(files, tmp_path, monkeypatch):
     def pressed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("planner.training.verification.verify", pressed)
     plan = tmp_path / "plan.json"
-    kept = ["--keep-best"] if keep else []
-    ended = run("solve", files / "profile.json", "--budget", "80%", "--verify", "-o", plan, "--json", *kept)
+    ended = run("solve", files / "profile.json", "--budget", "80%", "--verify", "-o", plan, "--json")
     document = json.loads(ended.stdout)
     assert ended.exit_code == 130 and document["interrupted"] and document["predicted_peak_bytes"] > 0
-    assert plan.exists() == keep and (not keep or planner.Plan.load(plan).interrupted)
+    assert planner.Plan.load(plan).interrupted
 
 
 def test_a_curve_of_a_graph_is_not_drawn_from_a_part_of_its_search(tmp_path, monkeypatch):

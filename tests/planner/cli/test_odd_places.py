@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli import shell
+from planner.cli.output import Output
 from planner.explain.tables import plain_table
 from tests.support.command_line import done, refused, run
 
@@ -31,7 +31,7 @@ def test_tables_end_in_any_width(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setenv("COLUMNS", str(columns))
     table = plain_table("a title of some words", ["name", "what it is"], ["bytes"])
     table.add_row("transformer.h.10", "kept", "1,024")
-    shell.show(table)
+    Output().show(table)
     assert "1,024" in capsys.readouterr().out.replace("\n", "")
 
 

@@ -79,7 +79,7 @@ def test_a_target_given_beside_the_plan_comes_first_and_a_mismatch_names_the_pla
 def test_without_any_target_training_is_refused(tiny, tmp_path):
     replace(planner.Plan.load(tiny / "plan.json"), target=None).save(tmp_path / "plan.json")
     assert "plan.json records none" in refused("train", "--plan", tmp_path / "plan.json")
-    assert "TARGET: expected the model to train, got none; " in refused("train", "--budget", "60%")
+    assert "TARGET: the command needs a model to run, and none is named; " in refused("train", "--budget", "60%")
 
 
 def test_files_of_releases_without_targets_are_read(tiny, tmp_path):
@@ -105,29 +105,30 @@ def test_a_plan_is_measured_and_verified_on_its_own_model_where_none_is_named(ti
     plan = tmp_path / "plan.json"
     done("solve", tiny / "profile.json", "--verify", "--budget", "100%", "-o", plan)
     assert "measured" in done("show", plan, "--measure").stdout
-    shown = done("show", plan, "--measure", "zoo:mlp", *TINY).stdout
-    assert "peak with the plan" in shown and "peak with the plan" in done("show", plan, "--measure").stdout
-    assert "has no module" in refused("show", plan, "--measure", "--set", "layers=1")
-    done("show", plan, "--measure", "--html", tmp_path / "page.html")
+    (tmp_path / "model.py").write_text(BUILD)
+    assert "peak with the plan" in done("show", plan, "--measure").stdout
+    assert "has no module" in refused("show", plan, "--measure", f"{tmp_path / 'model.py'}:sized")
+    done("show", plan, "--measure", "-o", tmp_path / "page.html")
 
 
 def test_measuring_a_plan_that_records_no_target_is_refused(tiny, tmp_path):
     replace(planner.Plan.load(tiny / "plan.json"), target=None).save(tmp_path / "plan.json")
     message = refused("show", tmp_path / "plan.json", "--measure")
-    assert "--measure: expected the model to train, got none, and" in message and "plan.json records none" in message
+    assert "--measure: the command needs a model to run, and none is named" in message
+    assert "plan.json records none" in message
 
 
 def test_a_page_that_could_not_be_written_is_refused_before_training(tiny, tmp_path):
     replace(planner.Plan.load(tiny / "plan.json"), chain=None).save(tmp_path / "old.json")
-    for option, file in (("--report", "page.html"), ("--snapshot", "step.pickle")):
-        message = refused("train", "--plan", tmp_path / "old.json", option, tmp_path / file)
+    for file in ("page.html", "step.pickle"):
+        message = refused("train", "--plan", tmp_path / "old.json", "-o", tmp_path / file)
         assert "old.json: expected a plan that carries the chain" in message and "loss" not in message
         assert not (tmp_path / file).exists()
 
 
 def test_a_step_that_was_never_run_whole_is_not_verified(tiny, tmp_path):
     replace(planner.Profile.load(tiny / "profile.json"), frugal=True).save(tmp_path / "frugal.json")
-    assert "--verify: expected the profile of a step that fits" in refused(
+    assert "--verify: this step does not fit without a plan" in refused(
         "solve", tmp_path / "frugal.json", "--budget", "100%", "--verify"
     )
 

@@ -137,7 +137,8 @@ def test_bad_rules_are_refused_before_the_model_is_built(tmp_path, monkeypatch):
 
 def test_rules_are_of_profiles_and_a_budget_is_of_all_else(files, folder, tmp_path):
     write_document(tmp_path / "chain.json", small_chain().to_dict())
-    assert "--rules: expected a profile" in refused("solve", tmp_path / "chain.json", "--rules", folder / "rules.toml")
-    assert "--budget: expected one" in refused("solve", tmp_path / "chain.json")
-    assert "--budget: expected one" in refused("solve", files / "profile.json")
-    assert "--gap" in refused("solve", folder / "rules.profile.json", "--rules", folder / "rules.toml", "--gap", "0.1")
+    assert "--rules: rules name stages of a model" in refused(
+        "solve", tmp_path / "chain.json", "--rules", folder / "rules.toml"
+    )
+    assert "--budget: it is missing" in refused("solve", tmp_path / "chain.json")
+    assert "--budget: it is missing" in refused("solve", files / "profile.json")

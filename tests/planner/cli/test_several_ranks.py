@@ -7,6 +7,7 @@ import json
 import pytest
 from torch import nn
 
+from planner.cli.output import Output
 from planner.cli.several_ranks import ENGINES, check_joined, settings_of_rank
 from planner.distributed import sharding
 from tests.support.command_line import SMALL, refused
@@ -33,24 +34,24 @@ def test_it_is_refused_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
     for command in (("train", "zoo:mlp", *SMALL, "--budget", "80%"), ("max-batch", "zoo:mlp", "--budget", "1MiB")):
         said = refused(*command, "--shard", "ddp")
-        assert "expected a process that torchrun has started" in said and "torchrun --nproc-per-node" in said
+        assert "was not started by torchrun" in said and "torchrun --nproc-per-node" in said
     assert "--shard: expected ddp or fsdp2, got 'zero'" in refused(
         "train", "zoo:mlp", "--budget", "80%", "--shard", "zero"
     )
 
 
 def test_ranks_that_know_nothing_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_joined()
+    check_joined(Output())
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="got 2 processes that know nothing of each other; give --shard"):
-        check_joined()
+    with pytest.raises(ValueError, match="2 processes run, and nothing connects them; add --shard"):
+        check_joined(Output())
     for command in (
         ["train", "zoo:mlp", "--budget", "80%"],
         ["max-batch", "zoo:mlp", "--budget", "1MiB"],
         ["profile", "zoo:mlp", "--set", "layers=2", "hidden=8", "batch=4"],
     ):
-        assert "got 2" in refused(*command)
+        assert "2 processes run" in refused(*command)
     assert settings_of_rank("zoo:mlp", {"batch": 4, "seed": 7}, "ddp") == {"batch": 4, "seed": 8}
     assert settings_of_rank("zoo:mlp", {"batch": 4}, None) == {"batch": 4}
     assert settings_of_rank("model.py:built", {"seed": 7}, "ddp") == {"seed": 7}

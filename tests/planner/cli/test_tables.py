@@ -8,8 +8,8 @@ from typing import Literal
 import pandas as pd
 import pytest
 
-from planner.cli import comparison_tables, tables
-from planner.cli.solution_summary import SolutionSummary, StageSummary
+from planner.cli import tables
+from planner.cli.solutions import SolutionSummary, StageSummary
 from planner.plans.pareto_curves import COLUMNS
 from planner.plans.plan import Plan
 from planner.training.solver_comparison import ComparisonRow
@@ -176,7 +176,7 @@ def test_a_frontier_shows_both_ends_of_every_curve():
         ("rotor", 100 * MIB, 100 * MIB, 0.010, 0.010, "optimal", 0.001),
         ("lower_bound", 40 * MIB, None, 0.013, 0.013, "bound", 0.0),
     ]
-    text = text_of(comparison_tables.frontier_report(pd.DataFrame(rows, columns=list(COLUMNS)), "title"))
+    text = text_of(tables.frontier_report(pd.DataFrame(rows, columns=list(COLUMNS)), "title"))
     expected = ["rotor", "2", "40.0", "MiB", "14.00", "ms", "10.00", "ms", "100", "MiB", "2.00", "ms"]
     assert line_with(text, "rotor").split() == expected
     assert "lower_bound" not in text
@@ -195,7 +195,7 @@ def test_a_comparison_shows_predicted_beside_measured_and_what_would_fit():
         ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=100, reason="x needs 100 bytes"),
         ComparisonRow(solver="chen_sqrt", status="unknown", minimum_budget_bytes=90, reason="x needs 90 bytes"),
     ]  # fmt: skip
-    text = text_of(comparison_tables.comparison_report(rows, 60))
+    text = text_of(tables.comparison_report(rows, 60))
     assert "does not fit" in line_with(text, "chen_sqrt") and "unknown" not in text
     assert "+2.00%" in line_with(text, "rotor") and "1.25 x" in line_with(text, "rotor")
     assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
@@ -209,7 +209,7 @@ def test_a_comparison_has_what_was_reserved_where_an_allocator_says_so():
         ComparisonRow(solver="none", status="unplanned", measured_seconds=0.01, reserved_bytes=2048, **known),
         ComparisonRow(solver="keep_all", status="infeasible", minimum_budget_bytes=100, reason="x needs 100 bytes"),
     ]
-    text = text_of(comparison_tables.comparison_report(rows, 60))
+    text = text_of(tables.comparison_report(rows, 60))
     assert "reserved 2.00 KiB (2,048 bytes)" in line_with(text, "none", "reserved")
     assert line_with(text, "keep_all", "infeasible").split()[2:] == ["-"] * 6
 

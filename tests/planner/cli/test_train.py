@@ -42,7 +42,7 @@ def train(files: Path, limit_bytes: float, *args: str | Path):
 @pytest.mark.slow
 def test_a_program_reads_each_failure_and_the_same_losses(files, needed, tmp_path):
     peak_bytes, losses = needed
-    result = train(files, 0.8 * peak_bytes, "--retry", "5", "--json", "--save-plan", tmp_path / "smaller.json")
+    result = train(files, 0.8 * peak_bytes, "--retry", "5", "--json", "-o", tmp_path / "smaller.json")
     assert result.exit_code == 0, result.output
     assert "written: " in result.stderr
     document = json.loads(result.stdout)
@@ -73,12 +73,12 @@ def test_a_person_reads_where_it_was_and_what_comes_next(files, needed):
     for words in ("really alive there", "predicted there", "was refused", "the last actions", "nothing was lost"):
         assert words in result.stderr
     assert "trying again with a plan for " in result.stderr
-    assert "--save-plan FILE" in result.stdout and "planner solve PROFILE --budget " in result.stdout
+    assert "-o FILE writes it" in result.stdout and "planner solve PROFILE --budget " in result.stdout
 
 
 def test_without_retry_it_ends_with_3_and_says_what_to_do(files, needed, tmp_path):
     saved = tmp_path / "never.json"
-    result = train(files, 0.8 * needed[0], "--json", "--save-plan", saved)
+    result = train(files, 0.8 * needed[0], "--json", "-o", saved)
     assert result.exit_code == 3 and not saved.exists() and "Traceback" not in result.output
     assert f"not written: {saved}: no plan came to the end of training" in " ".join(result.stderr.split())
     document = json.loads(result.stdout)
@@ -104,7 +104,7 @@ def test_a_device_that_no_plan_fits_ends_with_3_after_the_smallest(files, needed
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_training(files, tmp_path):
-    result = run(*TRAIN, "--plan", files / "plan.json", "--save-plan", tmp_path / "nowhere" / "plan.json")
+    result = run(*TRAIN, "--plan", files / "plan.json", "-o", tmp_path / "nowhere" / "plan.json")
     assert result.exit_code == 2 and "nowhere" in result.stderr
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.explain.peak import COLUMNS, Peak, peak_rows, peak_table, predicted_moments, predicted_peak
+from planner.explain.peak import COLUMNS, Peak, peak_parts, peak_rows, predicted_moments, predicted_peak
 from planner.explain.timeline import predicted_timelines
 from planner.plans.plan import Plan, chain_in
 from solvers import Chain, Problem, Schedule, solve_chain
@@ -129,7 +129,7 @@ def test_alike_parts_are_shown_together_and_none_is_lost(blocks: planner.Profile
 def test_the_peak_s_table_has_every_part_once(blocks: planner.Profile) -> None:
     plan = planner.solve(blocks, "85%", solver="rotor")
     peak = peak_of(chain_in(plan), plan.schedule, plan)
-    frame = peak_table([peak])
-    assert tuple(frame.columns) == COLUMNS
-    assert (len(frame), frame["bytes"].sum()) == (len(peak.parts), peak.peak_bytes)
-    assert set(frame["series"]) == {"predicted"}
+    parts = peak_parts([peak])
+    assert all(tuple(part) == COLUMNS for part in parts)
+    assert (len(parts), sum(int(part["bytes"]) for part in parts)) == (len(peak.parts), peak.peak_bytes)
+    assert {part["series"] for part in parts} == {"predicted"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import planner
 from planner import zoo
-from planner.cli.commands import app
 from planner.explain.state_table import (
     CASTS,
     GRADIENTS,
@@ -294,19 +292,6 @@ def test_a_compiled_model_is_still_compiled_afterwards() -> None:
     calls.clear()
     found.step()
     assert calls
-
-
-def test_the_command_line_shows_them(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sizes = ("layers=1", "hidden=16", "batch=4", "precision=amp-fp16", "optimizer=adafactor")
-    with pytest.raises(SystemExit) as ended:
-        app(["profile", "zoo:mlp", "--set", *sizes, "--no-menus", "--states"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    for part in ("optimizer: row_var", "loss scale", "casts of parameters", "by formula"):
-        assert part in shown
 
 
 def test_the_frame_has_a_row_for_each_part() -> None:

@@ -195,31 +195,32 @@ def test_copies_stand_beside_the_computation(blocks: Profile) -> None:
 @pytest.mark.slow
 def test_flags_say_what_may_travel(file: Path) -> None:
     solve = ("solve", file, "--budget", "75%", "--json")
-    document = json.loads(done(*solve, "--link-gbps", "100", "--devices-per-link", "2").stdout)
+    document = json.loads(done(*solve, "--offload", "gbps=100,devices=2").stdout)
     assert document["link"]["to_host_bytes_per_second"] == 50e9
     assert document["host_bytes"] > 0 and any(stage["offloaded_bytes"] for stage in document["stages"])
     without = json.loads(done(*solve, "--link-gbps", "100", "--no-offload").stdout)
     assert without["link"] is None and without["host_bytes"] == 0
+    assert json.loads(done(*solve, "--offload", "no").stdout)["link"] is None
     only = json.loads(done(*solve, "--link-gbps", "100", "--offload-only", "--host-memory", "1GiB").stdout)
     assert only["recomputed_ops"] == 0 and only["solver"] == "offload_only"
-    zero = done(*solve, "--link-gbps", "0")
+    zero = done(*solve, "--offload", "gbps=0")
     assert "speed is 0" in json.loads(zero.stdout)["no_offload"] and "speed is 0" in zero.stderr
 
 
 @pytest.mark.slow
 def test_the_report_says_it_in_words(file: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    text = done("solve", file, "--budget", "75%", "--link-gbps", "100", "-o", plan).output
+    text = done("solve", file, "--budget", "75%", "--offload", "gbps=100", "-o", plan).output
     assert "on the host at once" in text and "100 GB/s" in text and "sent to" in text
     picture, table = tmp_path / "t.png", tmp_path / "t.csv"
-    done("show", plan, "--timeline", picture, "--csv", table)
+    done("show", plan, "-o", picture, "-o", table)
     assert picture.stat().st_size > 0 and ",prefetch," in table.read_text()
 
 
 @pytest.mark.slow
 def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_path: Path) -> None:
     table, picture = tmp_path / "p.csv", tmp_path / "p.png"
-    done("pareto", file, "--link-gbps", "100", "--csv", table, "-o", picture)
+    done("pareto", file, "--offload", "gbps=100", "--csv", table, "-o", picture)
     frame = pd.read_csv(table)
     assert {"offload_only", "auto", "rotor"} <= set(frame["solver"]) and picture.stat().st_size > 0
     assert "offload_only" not in set(planner.pareto(file)["solver"])
@@ -228,7 +229,7 @@ def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_pa
     for row in (row for row in rows if row["solver"] == "auto"):
         proven = [seconds for budget, seconds in bounds if budget >= row["peak_bytes"]]
         assert row["seconds"] >= max(proven, default=0.0) * (1 - 1e-9)
-    assert "speed is 0" in done("pareto", file, "--link-gbps", "0").stderr
+    assert "speed is 0" in done("pareto", file, "--offload", "gbps=0").stderr
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,11 @@ def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_pa
         (["--link-gbps", "-1"], "a number greater than or equal to 0"),
         (["--devices-per-link", "0"], "a number greater than or equal to 1"),
         (["--host-memory", "much"], "expected a size"),
+        (["--offload", "no,only"], "each once and joined by commas"),
+        (["--offload", "never"], "expected no, auto, only, gbps=G"),
+        (["--offload", "gbps=fast"], "expected a number after gbps=, got 'fast'"),
+        (["--offload", "gbps=-1"], "--offload: expected gigabytes per second, not negative"),
+        (["--offload", "no", "--offload-only"], "each once"),
     ],
 )
 def test_wrong_flags_are_refused(file: Path, flags: list[str], said: str) -> None:

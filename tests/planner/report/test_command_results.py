@@ -102,10 +102,10 @@ def test_reports_of_max_batch_and_advise(tmp_path, monkeypatch):
         ("advise", "and leaves training as it is"),
     ):
         path = tmp_path / f"{command}.html"
-        assert f"written: {path}" in done(command, "zoo:mlp", "--budget", "4KiB", "--report", path).stderr
+        assert f"written: {path}" in done(command, "zoo:mlp", "--budget", "4KiB", "-o", path).stderr
         text = path.read_text()
         assert words in text
-        assert f"<code>planner {command} zoo:mlp --budget 4KiB --report {path}</code>" in text
+        assert f"<code>planner {command} zoo:mlp --budget 4KiB -o {path}</code>" in text
 
 
 def test_a_report_of_compare(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_report_of_compare(tmp_path, monkeypatch):
         "batch=4",
         "--budget",
         "6KiB",
-        "--report",
+        "-o",
         tmp_path / "c.html",
     )
     assert "the plan of rotor is the fastest" in (tmp_path / "c.html").read_text()
@@ -128,7 +128,7 @@ def test_a_report_of_compare(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_report_of_train_has_measured_peak_and_losses(files, tmp_path):
     path = tmp_path / "t.html"
-    command = ["train", "zoo:mlp", *SMALL, "--plan", files / "plan.json", "--steps", "2", "--json", "--report", path]
+    command = ["train", "zoo:mlp", *SMALL, "--plan", files / "plan.json", "--steps", "2", "--json", "-o", path]
     result = done(*command)
     assert f"written: {path}" in result.stderr
     text = path.read_text()
@@ -142,8 +142,8 @@ def test_pages_that_cannot_be_are_refused_before_anything_is_measured(files, tmp
         *((c, "--budget", "1MB") for c in ("compare", "max-batch", "advise")),
     ):
         name, *options = command
-        said = refused(name, "zoo:mlp", *options, "--report", tmp_path / "r.txt")
-        assert said.startswith(f"{tmp_path / 'r.txt'}: expected a page's name ending in .html")
-    said = refused("advise", "zoo:mlp", "--world-size", "2", "--shard", "ddp", "--report", tmp_path / "r.html")
-    assert "no page of simulated ranks" in said
+        said = refused(name, "zoo:mlp", *options, "-o", tmp_path / "no" / "r.html")
+        assert said.startswith(f"{tmp_path / 'no' / 'r.html'}: there is no folder")
+    said = refused("advise", "zoo:mlp", "--world-size", "2", "--shard", "ddp", "-o", tmp_path / "r.html")
+    assert "there is no page and no picture of simulated ranks" in said
     assert list(tmp_path.iterdir()) == []

@@ -87,5 +87,5 @@ def test_the_viewer_s_reader_knows_every_instruction(snapshot):
 
 
 def test_show_writes_a_snapshot(files, tmp_path):
-    done("show", files / "plan.json", "--snapshot", tmp_path / "s.pickle")
+    done("show", files / "plan.json", "-o", tmp_path / "s.pickle")
     assert pickle.loads((tmp_path / "s.pickle").read_bytes())["device_traces"][0]
