@@ -20,7 +20,6 @@ from benchmarks.pieces_models import llama
 from benchmarks.reporting import MIB, RESULTS, write_rows
 from planner.plans.solving import least_budget_bytes
 from profiler.pieces.heads import HeadInPieces
-from profiler.state_bytes import states_bytes
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
@@ -102,7 +101,7 @@ def ways_of(words: int, width: int) -> tuple[list[Way], int]:
     ]
     for way, peak in zip(hands, peaks, strict=True):
         ways += [way, planned(f"in pieces, at the peak of: {way.name}", max(peak, least), "rounding")]
-    return ways, states_bytes(profile)
+    return ways, profile.states_bytes
 
 
 def _peak(way: Way) -> int:

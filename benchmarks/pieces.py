@@ -16,7 +16,6 @@ import planner
 from benchmarks.pieces_models import MODELS
 from benchmarks.reporting import MIB, RESULTS, write_rows
 from planner.plans.solving import least_budget_bytes
-from profiler.state_bytes import states_bytes
 from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.workload import Workload
 
@@ -68,7 +67,7 @@ def rows_of(names: list[str]) -> Iterator[dict[str, Any]]:
                 planned = gradients(workload)
             yield {
                 "model": name,
-                "states_mib": states_bytes(profile) / MIB,
+                "states_mib": profile.states_bytes / MIB,
                 "smallest_mib": without / MIB,
                 "smallest_in_pieces_mib": least / MIB,
                 "budget_mib": budget / MIB,

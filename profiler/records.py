@@ -532,6 +532,19 @@ class Profile:
             check_positions("stages of shared tensors", holders, count)
             check_positions("stages of shared tensors", (shared.death,), count, least=-1)
 
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of the model states: parameters, buffers, gradients and what the optimizer keeps, all alive at once."""
+        return self.resident.total - self.resident.inputs - self.resident.loop + self.made_gradient_bytes
+
+    @property
+    def made_gradient_bytes(self) -> int:
+        """Bytes of gradients that the step makes: alive after backward, at most what parameters can have."""
+        resident = self.resident
+        after_bytes = self.optimizer.start_bytes if self.optimizer.peak_bytes else self.stages[0].backward.end_bytes
+        most_bytes = resident.parameters + resident.other_parameters - resident.gradients
+        return max(0, min(after_bytes - resident.total, most_bytes))
+
     def stage_level(self) -> Profile:
         """The same profile without programs: each stage is kept, or recomputed, as a whole."""
         return replace(self, menus=tuple(replace(menu, options=()) for menu in self.menus))

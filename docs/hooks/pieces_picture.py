@@ -16,7 +16,6 @@ import planner
 from benchmarks.pieces_models import gpt
 from planner.pictures import write_picture
 from planner.plans.solving import least_budget_bytes
-from profiler.state_bytes import states_bytes
 from profiler.workload.workload import Workload
 
 _FILE = Path(__file__).parents[1] / "pieces.svg"
@@ -46,7 +45,7 @@ def main() -> None:
         axes.step(
             [1e3 * each for each in seconds], [each / _MIB for each in sizes], where="post", color=colour, label=name
         )
-    axes.axhline(states_bytes(profile) / _MIB, color="#555555", linestyle=":", label="parameters, gradients, optimizer")
+    axes.axhline(profile.states_bytes / _MIB, color="#555555", linestyle=":", label="parameters, gradients, optimizer")
     axes.set_xlabel("milliseconds of the step")
     axes.set_ylabel("MiB alive")
     axes.set_ylim(0)

@@ -13,7 +13,6 @@ from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import check_size, format_bytes, parse_bytes
 from profiler.measurement.measuring import Progress
-from profiler.state_bytes import states_bytes
 from profiler.workload.optimizers import optimizer_names
 
 _NAMED = 3  # combinations that a note names
@@ -122,14 +121,14 @@ def advise(
         optimizer=optimizer_names(optimizers),
         samples=variants.samples,
         budget_bytes=budget_bytes,
-        states_bytes=states_bytes(profile),
+        states_bytes=profile.states_bytes,
         memory=memory_breakdowns(profile),
         levers=outcome.levers,
         combinations=combinations,
         exact=_fastest([each for each in combinations if each.keeps_result]),
         cheapest=_fastest(combinations),
         nearest=min(combinations, key=lambda each: (each.peak_bytes, len(each.kinds))),
-        notes=_notes(outcome, states_bytes(profile), budget_bytes),
+        notes=_notes(outcome, profile.states_bytes, budget_bytes),
     )
 
 

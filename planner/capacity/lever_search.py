@@ -25,7 +25,6 @@ from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import SEARCH_SECONDS, find_plan, least_budget_bytes, quick_plan
 from profiler.records import Profile
-from profiler.state_bytes import states_bytes
 from profiler.workload.steps import ProfileError
 
 # Micro-batches of a batch that are looked at; more where nothing fits that leaves training as it is.
@@ -122,7 +121,7 @@ def enough(options: LeverOptions, known: Sequence[Combination], precision: str, 
     if precision and too_slow(known, whole.seconds or 0.0, "other"):
         return True
     exact = any(each.fits and each.keeps_result for each in known)
-    states_fit = states_bytes(options.profile) <= options.budget_bytes
+    states_fit = options.profile.states_bytes <= options.budget_bytes
     hopeless = not states_fit and any(each.fits for each in known)
     return micro_batches > MICRO_BATCHES and (exact or hopeless)
 
@@ -131,7 +130,7 @@ def least_states_bytes(options: LeverOptions) -> int:
     """The smallest model states that any optimizer leaves."""
     own_bytes = options.profile.resident.optimizer
     others_bytes = [each.cost.state_bytes for each in options.optimizers if each.cost is not None]
-    return states_bytes(options.profile) - own_bytes + min([own_bytes, *others_bytes])
+    return options.profile.states_bytes - own_bytes + min([own_bytes, *others_bytes])
 
 
 def _confirmed(options: LeverOptions, costed: list[CostedCombination]) -> list[CostedCombination]:

@@ -25,7 +25,6 @@ from planner.targets import build_target
 from planner.units import check_size, counted, exact_bytes, format_bytes, format_seconds, parse_bytes
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
-from profiler.state_bytes import made_gradient_bytes
 from profiler.workload.data_parallel import gathered_sizes
 from profiler.workload.optimizers import optimizer_names
 from profiler.workload.workload import Workload
@@ -85,7 +84,7 @@ class RankAdvice:
     @property
     def gradient_bytes(self) -> int:
         """Of all gradients that this rank has after backward."""
-        return self.profile.resident.gradients + made_gradient_bytes(self.profile)
+        return self.profile.resident.gradients + self.profile.made_gradient_bytes
 
 
 def advise_rank(

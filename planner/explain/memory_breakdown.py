@@ -14,7 +14,6 @@ from planner.plans.short_names import names_in_short
 from planner.plans.solving import plan_of
 from profiler.op_graph import kind_of
 from profiler.records import Profile
-from profiler.state_bytes import made_gradient_bytes
 from solvers import Chain, Problem, replay, solve_chain
 from solvers.chain import baselines
 
@@ -169,7 +168,7 @@ def _stage_classes(plan: Plan) -> dict[str, str]:
 def _of_optimizer(profile: Profile) -> MemoryBreakdown:
     """Gradients are all there and activations are gone, but for what somebody still holds: the loss, an output."""
     resident, phase = profile.resident, profile.optimizer
-    gradient_bytes = made_gradient_bytes(profile)
+    gradient_bytes = profile.made_gradient_bytes
     states = {
         "parameters": resident.parameters,
         "other parameters": resident.other_parameters,

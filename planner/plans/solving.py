@@ -31,7 +31,6 @@ from planner.plans.stage_decisions import (
 from planner.units import format_bytes, parse_bytes
 from profiler.progress import tell
 from profiler.records import MenuRecord, Profile
-from profiler.state_bytes import states_bytes
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
@@ -439,7 +438,7 @@ def why_no_offload(offload_request: Offload, profile: Profile) -> str:
 
 def _states_excess(profile: Profile, budget_bytes: int) -> str:
     """By how much the model states alone are above a budget, in words; empty where they are not."""
-    needed_bytes = states_bytes(profile)
+    needed_bytes = profile.states_bytes
     if needed_bytes <= budget_bytes:
         return ""
     return (

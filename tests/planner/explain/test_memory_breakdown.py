@@ -13,7 +13,6 @@ import planner
 from planner import zoo
 from planner.explain.memory_breakdown import GROUPS, OPTIMIZER, STEP, memory_breakdowns
 from profiler.records import Phase
-from profiler.state_bytes import states_bytes
 
 WIDTH, LAYERS, ROWS = 32, 3, 64
 PARAMETERS = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -71,7 +70,7 @@ def test_states_follow_from_the_parameters():
     parts = in_optimizer.by_what("model states")
     assert parts == {"optimizer states": adam, "parameters": PARAMETERS, "gradients": PARAMETERS}
     assert in_optimizer.by_what("inputs") == {"batch": 4 * ROWS * WIDTH}
-    assert states_bytes(profile) == 2 * PARAMETERS + adam
+    assert profile.states_bytes == 2 * PARAMETERS + adam
     in_step = by_moment(profile)[STEP]
     assert in_step.by_what("model states")["parameters"] == PARAMETERS
     assert in_step.of_group("activations") >= 2 * (LAYERS - 1) * 4 * ROWS * WIDTH  # what Linear and GELU keep
@@ -92,13 +91,13 @@ def test_what_the_optimizers_step_makes_is_what_it_adds_to_its_start():
 def test_gradients_of_before_are_states():
     profile = planner.profile(workload(accumulate=True), menus=False)
     assert by_moment(profile)[STEP].by_what("model states")["gradients"] == PARAMETERS
-    assert states_bytes(profile) == states_bytes(planner.profile(workload(), menus=False))
+    assert profile.states_bytes == planner.profile(workload(), menus=False).states_bytes
 
 
 def test_without_an_optimizer_there_is_one_moment():
     profile = planner.profile(workload(optimizer=None), menus=False)
     assert list(by_moment(profile)) == [STEP]
-    assert states_bytes(profile) == 2 * PARAMETERS
+    assert profile.states_bytes == 2 * PARAMETERS
 
 
 def test_the_higher_moment_comes_first():
