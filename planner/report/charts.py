@@ -187,10 +187,13 @@ def curve_figure(report: PlanReport) -> go.Figure:
             hovertemplate="%{text}<extra></extra>", **look,
         )  # fmt: skip
 
-    said = [f"{format_bytes(p.peak_bytes)}: {format_seconds(p.seconds)}, {p.slowdown:.2f} times" for p in points]
+    said = [
+        f"{format_bytes(p.predicted_peak_bytes)}: {format_seconds(p.predicted_seconds)}, {p.slowdown:.2f} times"
+        for p in points
+    ]
     here = f"this plan: {format_bytes(plan.predicted_peak_bytes)}, {plan.slowdown:.2f} times"
     without = f"without a plan: {format_bytes(plan.unplanned_peak_bytes)}"
-    peaks = [point.peak_bytes for point in points]
+    peaks = [point.predicted_peak_bytes for point in points]
     bounds = [point.lower_bound_seconds / unplanned_seconds for point in points]
     bound_texts = [f"no such plan is below {bound:.2f} times" for bound in bounds]
     traces = [

@@ -14,7 +14,7 @@ from planner.explain.peak import stage_in_words
 from planner.plans.plan import Plan
 from planner.report.command_results import ResultSection
 from planner.report.commands import commands_of, solve_command
-from planner.report.plan_report import CurvePoint, MeasuredRun, PlanReport, report_of_plan
+from planner.report.plan_report import MeasuredRun, PlanReport, decision_rows, report_of_plan
 from planner.units import format_bytes, format_seconds, shown_units
 from profiler.json_files import write_whole
 
@@ -159,11 +159,11 @@ def _steps(report: PlanReport) -> list[dict[str, Any]]:
     ]
 
 
-def _point(point: CurvePoint, report: PlanReport) -> dict[str, Any]:
+def _point(point: Plan, report: PlanReport) -> dict[str, Any]:
     return {
-        "text": f"{format_bytes(point.peak_bytes)}: {format_seconds(point.seconds)} a step, "
+        "text": f"{format_bytes(point.predicted_peak_bytes)}: {format_seconds(point.predicted_seconds)} a step, "
         f"{point.slowdown:.2f} times the unplanned step ({point.status})",
-        "command": solve_command(report.plan, point.peak_bytes, report.plan_file),
+        "command": solve_command(report.plan, point.predicted_peak_bytes, report.plan_file),
         "rows": [
             [
                 row.where,
@@ -173,14 +173,14 @@ def _point(point: CurvePoint, report: PlanReport) -> dict[str, Any]:
                 format_bytes(row.sent_bytes) if row.sent_bytes else "-",
                 _time(row.extra_seconds),
             ]
-            for row in point.decisions
+            for row in decision_rows(point)
         ],
     }
 
 
 def _nearest(report: PlanReport) -> int:
     """The point of the curve that is nearest to the plan."""
-    gaps = [abs(point.peak_bytes - report.plan.predicted_peak_bytes) for point in report.curve]
+    gaps = [abs(point.predicted_peak_bytes - report.plan.predicted_peak_bytes) for point in report.curve]
     return gaps.index(min(gaps)) if gaps else 0
 
 

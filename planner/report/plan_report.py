@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from planner.explain.op_decisions import grouped_decisions, groups_of_stages
+from planner.explain.op_decisions import OpDecision, grouped_decisions, groups_of_stages
 from planner.explain.peak import Peak, PeakPart, PeakRow, peak_rows, peak_title, predicted_moments
 from planner.explain.tables import losses_in_short
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of
@@ -47,18 +48,6 @@ class MeasuredRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
-    """A plan at another budget: what it takes, and what it decides."""
-
-    peak_bytes: int
-    seconds: float
-    slowdown: float
-    lower_bound_seconds: float
-    status: str
-    decisions: tuple[DecisionRow, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedStep:
     """A predicted step over time, with what is alive in each of its actions."""
 
@@ -84,7 +73,7 @@ class PlanReport:
         sentence: the answer.
         facts: names and what is said of each.
         steps: without the plan and with it.
-        curve: by rising peak; empty where the plan has none.
+        curve: plans at other budgets, by rising peak; empty where the plan has none.
         decisions, ops: what the plan does.
         peaks: of the planned step, of the unplanned one, and as measured where that is known.
         levers: what else would help.
@@ -95,7 +84,7 @@ class PlanReport:
     sentence: str
     facts: tuple[tuple[str, str], ...]
     steps: tuple[ExplainedStep, ...]
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[Plan, ...]
     decisions: tuple[DecisionRow, ...]
     ops: tuple[OpTable, ...]
     peaks: tuple[PeakTable, ...]
@@ -129,7 +118,7 @@ def report_of_plan(
         sentence=sentence_of(plan),
         facts=tuple(facts_of(plan, measured)),
         steps=tuple(steps),
-        curve=tuple(_point(each) for each in plans),
+        curve=tuple(plans),
         decisions=decision_rows(plan),
         ops=op_tables(plan),
         peaks=tuple(_peak_table(peak, plan, name) for name, peak in zip(_PEAK_NAMES, peaks, strict=False)),
@@ -171,17 +160,6 @@ def with_plan(plan: Plan, plans: Sequence[Plan]) -> list[Plan]:
         if each.predicted_peak_bytes < plan.predicted_peak_bytes or each.predicted_seconds < plan.predicted_seconds
     ]
     return sorted([*others, plan], key=lambda each: each.predicted_peak_bytes) if plans else []
-
-
-def _point(plan: Plan) -> CurvePoint:
-    return CurvePoint(
-        peak_bytes=plan.predicted_peak_bytes,
-        seconds=plan.predicted_seconds,
-        slowdown=plan.slowdown,
-        lower_bound_seconds=plan.lower_bound_seconds,
-        status=plan.status,
-        decisions=decision_rows(plan),
-    )
 
 
 def _peak_table(peak: Peak, plan: Plan, name: str) -> PeakTable:
@@ -330,25 +308,11 @@ class DecisionRow:
     extra_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpRow:
-    """Ops that are alike, with what happens to them."""
-
-    op: str
-    module: str
-    decision: str
-    count: int
-    size_bytes: int
-    seconds: float
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpTable:
-    """The ops of stages that do the same."""
+class OpTable(NamedTuple):
+    """The ops of stages that do the same, alike ones together."""
 
     title: str
-    rows: tuple[OpRow, ...]
+    rows: tuple[OpDecision, ...]
 
 
 def decision_rows(plan: Plan) -> tuple[DecisionRow, ...]:
@@ -380,22 +344,5 @@ def _rows_of(plan: Plan) -> Iterator[DecisionRow]:
 
 def op_tables(plan: Plan) -> tuple[OpTable, ...]:
     """What happens to single ops, and why."""
-    return tuple(_tables_of(plan))
-
-
-def _tables_of(plan: Plan) -> Iterator[OpTable]:
-    for group in groups_of_stages(plan):
-        rows = [
-            OpRow(
-                op=each.op,
-                module=each.module,
-                decision=each.outcome,
-                count=len(each.ordinals),
-                size_bytes=each.size_bytes,
-                seconds=each.seconds,
-                why=each.why,
-            )
-            for each in grouped_decisions(group)
-        ]
-        if rows:
-            yield OpTable(title=f"{group.title}: {group.decision}", rows=tuple(rows))
+    groups = [(group, grouped_decisions(group)) for group in groups_of_stages(plan)]
+    return tuple(OpTable(f"{group.title}: {group.decision}", tuple(rows)) for group, rows in groups if rows)

@@ -9,7 +9,7 @@ import pytest
 import planner
 from planner.explain.peak import Peak, PeakPart
 from planner.explain.timeline import Timeline
-from planner.report.plan_report import MeasuredRun, history_of, op_tables, report_of_plan
+from planner.report.plan_report import MeasuredRun, decision_rows, history_of, op_tables, report_of_plan
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def test_at_every_moment_what_is_alive_adds_up(plan, report):
         assert sums == [span.peak_bytes for span in step.timeline.spans]
     assert report.steps[1].timeline.peak.peak_bytes == plan.predicted_peak_bytes == report.peaks[0].peak_bytes
     assert all(sum(row.size_bytes for row in table.rows) == table.peak_bytes for table in report.peaks)
-    here = [point for point in report.curve if point.peak_bytes == plan.predicted_peak_bytes]
-    assert [point.decisions for point in here] == [report.decisions]
+    here = [each for each in report.curve if each.predicted_peak_bytes == plan.predicted_peak_bytes]
+    assert [decision_rows(each) for each in here] == [report.decisions]
 
 
 def test_decisions_of_stages_add_up_to_the_plan(plan, report):
@@ -69,7 +69,7 @@ def test_the_sentence_says_peak_and_cost(plan, report):
 
 def test_levers_are_of_the_curve(plan, report):
     smallest = next(row for row in report.levers if row.change.startswith("The smallest budget"))
-    assert f"--budget {report.curve[0].peak_bytes} " in smallest.command
+    assert f"--budget {report.curve[0].predicted_peak_bytes} " in smallest.command
     assert f"{report.curve[0].slowdown:.2f} times" in smallest.effect
     changes = {row.change for row in report_of_plan(dataclasses.replace(plan, no_offload="none here")).levers}
     assert "Offload to host memory" in changes
