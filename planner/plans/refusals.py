@@ -59,12 +59,12 @@ class Infeasible(ValueError):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        unproven = "" if self.proven else f"{self._unproven}; "
+        said = "is too small" if self.proven else f"may be too small: {self._unproven}"
         more_time = "" if self.proven else "allow more time, or "
         or_auto = "" if self.solver == "auto" else " or try solver 'auto'"
         return (
-            f"budget: expected at least {self._known}, the least known to be enough, got {self._asked}: {self.reason}; "
-            f"{unproven}{more_time}{self.remedy}{or_auto}"
+            f"budget: {self._asked} {said}; the smallest budget known to be enough is {self._known}: {self.reason}; "
+            f"{more_time}{self.remedy}{or_auto}"
         )
 
     def __reduce__(self) -> Any:
@@ -82,7 +82,8 @@ class Infeasible(ValueError):
         shared = self.budget_bytes <= _MOST_SHARE and self.minimum_budget_bytes >= _REAL_BYTES
         asking = f"; did you mean {self.budget_bytes}%?" if shared else ""
         asking = asking or self._share(self.budget_bytes, round)
-        return f"{self.budget_bytes} ({format_bytes(self.budget_bytes)}{asking}) with solver {self.solver!r}"
+        solver = "" if self.solver == "auto" else f" with solver {self.solver!r}"
+        return f"{self.budget_bytes} bytes ({format_bytes(self.budget_bytes)}{asking}){solver}"
 
     @property
     def _known(self) -> str:

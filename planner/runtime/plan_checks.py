@@ -118,9 +118,9 @@ def warn_of_a_retained_graph(warn: PlanWarnings) -> None:
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # without a stub
     if torch._C._current_graph_task_id() != -1 and autograd._get_current_graph_task_keep_graph():
         warn.say(
-            "planner.apply: expected a backward that frees its graph, got retain_graph=True or create_graph=True: what "
-            "it passes, and what runs again for it, is held until the graph goes; the peak is not promised. Add the "
-            "losses up and call backward once"
+            "planner.apply: retain_graph=True or create_graph=True holds what this backward passes, and what is "
+            "recomputed for it, until its graph is freed; the peak is not promised. Add the losses up and call "
+            "backward once"
         )
 
 
@@ -234,8 +234,8 @@ class ParameterChecks:
         else:
             return
         self._warn.say(
-            f"planner.apply: expected the parameters that were trained when the plan was applied, got {got}; the peak "
-            "is not promised. Profile it as it is now"
+            f"planner.apply: other parameters are trained than when the plan was applied ({got}); the peak is not "
+            "promised. Profile the model as it is now"
         )
 
     def _trained_now(self) -> list[bool]:

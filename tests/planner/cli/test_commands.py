@@ -128,7 +128,7 @@ def test_at_the_unplanned_peak_a_chain_recomputes_nothing(tmp_path):
 def test_a_forgotten_percent_sign_is_asked_for(files):
     refusal = run("solve", files / "profile.json", "--budget", "60")
     assert refusal.exit_code == 3
-    assert "got 60 (60 B; did you mean 60%?)" in refusal.stderr
+    assert "60 bytes (60 B; did you mean 60%?) is too small" in refusal.stderr
 
 
 def test_an_infeasible_chain_exits_3(tmp_path):

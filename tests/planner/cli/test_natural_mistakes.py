@@ -58,5 +58,5 @@ def test_a_budget_in_percent_is_refused_in_percent_and_bytes(files):
 
 def test_the_smallest_budget_told_in_percent_is_enough(files):
     told = run("solve", files / "profile.json", "--budget", "30%").stderr
-    share = told.partition("% of the unplanned peak")[0].rpartition(" ")[2]
+    share = told.rpartition("% of the unplanned peak")[0].rpartition(" ")[2]
     assert run("solve", files / "profile.json", "--budget", f"{share}%").exit_code == 0
