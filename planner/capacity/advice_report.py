@@ -18,7 +18,6 @@ from planner.pictures import (
     BUDGET,
     FITS,
     MISSES,
-    ORANGE,
     AxisUnits,
     check_picture,
     new_figure,
@@ -288,7 +287,7 @@ def advice_figure(advice: Advice) -> Figure:
 def _draw_moments(axes: Axes, advice: Advice, units: AxisUnits) -> None:
     """A bar for each moment."""
     widest_bytes = max(advice.budget_bytes, *(breakdown.peak_bytes for breakdown in advice.memory))
-    names = dict.fromkeys(name for breakdown in advice.memory for name in _parts(breakdown))
+    names = dict.fromkeys(["activations", *(name for breakdown in advice.memory for name in _parts(breakdown))])
     looks = {name: part_look(number) for number, name in enumerate(names)}
     for place, breakdown in enumerate(advice.memory):
         _draw_moment(axes, place, breakdown, looks, units, widest_bytes)
@@ -347,7 +346,7 @@ def _parts(breakdown: MemoryBreakdown) -> dict[str, int]:
 def _draw_parts(axes: Axes, sizes: dict[str, int], title: str, units: AxisUnits) -> None:
     shown = {name: size for name, size in shortened(sizes, _BARS).items() if size > 0}
     places = range(len(shown))
-    axes.barh(places, [size / units.bytes_each for size in shown.values()], color=ORANGE)
+    axes.barh(places, [size / units.bytes_each for size in shown.values()], color=part_look(0)[0])  # as above
     axes.set_yticks(places, [_wrapped(name) for name in shown], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(units.bytes_name)
