@@ -80,12 +80,12 @@ def _found_again(record: TargetRecord) -> str:
         if found := next((path for path in (folder / place, Path(place)) if os.path.isfile(path)), None):
             return f"{found}:{name}"
         raise NoTarget(
-            f"TARGET: expected the file of {record.text!r}, which was profiled, got none at {str(folder / place)!r} "
-            "and none here; name the target at the command line"
+            f"TARGET: the file of {record.text!r}, which was profiled, is neither at {str(folder / place)!r} nor here; "
+            "name the target at the command line"
         )
     if not folder.is_dir():
         raise NoTarget(
-            f"TARGET: expected the folder in which {record.text!r} was profiled, got none at {record.folder!r}; "
+            f"TARGET: the folder in which {record.text!r} was profiled, {record.folder!r}, is gone; "
             "name the target at the command line"
         )
     _put_on_path(Path.cwd())
