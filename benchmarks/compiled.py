@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import planner
 from benchmarks.reporting import RESULTS, result_name, write_result
 from planner.zoo import build
-from profiler.workload.snapshot import RandomState
+from profiler.workload.random_states import RandomState
 
 SETTINGS: dict[str, dict[str, int]] = {
     "gpt2": {"layers": 4},
@@ -48,7 +48,7 @@ def compiled(name: str, device: str, backend: str, way: str) -> planner.Workload
 
 def gradients_of(workload: planner.Workload) -> list[Tensor]:
     """Of one step from fixed random numbers; the workload must be new."""
-    randomness = RandomState.capture()
+    randomness = RandomState()
     torch.manual_seed(0)
     workload.zero_grad()
     workload.forward().backward()

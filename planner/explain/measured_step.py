@@ -21,7 +21,8 @@ from planner.runtime.stage_places import split_name
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, step_memory_meter, time_meter
 from profiler.measurement.planned_probe import LiveStorage, LiveTensorTracker, PeakSnapshot, PlannedProbe
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
 
@@ -53,7 +54,7 @@ def view_step(workload: Workload, plan: Plan, *, rounds: int = ROUNDS) -> Measur
     _check_not_compiled(workload.model)
     check_precision(workload.model, plan.precision, workload.autocast)
     with preserved(workload):
-        randomness = RandomState.capture()
+        randomness = RandomState()
         with apply(workload.model, plan):
             check_inputs(workload, plan)
             first_step(workload)

@@ -13,8 +13,9 @@ from planner.plans.refusals import Infeasible
 from planner.plans.solving import SEARCH_SECONDS, replan
 from planner.training.oom_report import FailureReport
 from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.random_states import RandomState
 from profiler.workload.remembered_values import Restoring
-from profiler.workload.snapshot import RandomState, captured, modules_of, remember_modules
+from profiler.workload.snapshot import captured, modules_of, remember_modules
 from profiler.workload.workload import StepPhase, Workload
 
 # The most steps that are trained again after a half done update. Such a copy takes 2 to 3 % of one step of the zoo's
@@ -87,7 +88,7 @@ class _BeforeStep:
 
     def __init__(self, workload: Workload) -> None:
         self._back = Restoring()
-        self._back.add("random states", RandomState.capture().restore)
+        self._back.add("random states", RandomState().restore)
         remember_modules(modules_of(workload), self._back)
         fixed: list[Tensor] = [*workload.model.parameters(), *workload.parameters_beside()]
         self._versions = [(tensor, tensor._version) for tensor in [*fixed, *tensors_in(workload.inputs)]]

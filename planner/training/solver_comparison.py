@@ -17,7 +17,8 @@ from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import metered, time_meter
 from profiler.measurement.step_measurement import Measurement
 from profiler.records import Profile
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import first_step
 from profiler.workload.workload import Workload
 
@@ -113,7 +114,7 @@ def seconds_in_turns(
     """
     times: dict[str, list[float]] = {name: [] for name in plans}
     with preserved(workload):
-        randomness = RandomState.capture()
+        randomness = RandomState()
         with _planned(workload, next(iter(plans.values()), None)):  # The unplanned step comes first where it fits.
             first_step(workload)  # so that no row pays for making the optimizer's states
         for done in range(ROUNDS):

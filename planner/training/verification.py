@@ -22,7 +22,8 @@ from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter, ty
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.progress import tell
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import check_workload, first_step
 from profiler.workload.workload import Workload
 from solvers import Chain, Option
@@ -127,7 +128,7 @@ def _verified(workload: Workload, plan: Plan, solver: str, time_limit_seconds: f
     rounds: list[VerifiedRound] = []
     candidates = [plan]
     with preserved(workload):
-        randomness = RandomState.capture()
+        randomness = RandomState()
         while True:
             tell("planner", f"checking the plan against its own steps: round {len(rounds) + 1} of {ROUNDS} at most")
             plain, planned = largest(_in_turns(workload, candidates[-1], randomness))

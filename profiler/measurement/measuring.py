@@ -53,7 +53,7 @@ from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.data_parallel import states_in
 from profiler.workload.given_models import inner_model, named_modules
 from profiler.workload.optimizers import with_inner
-from profiler.workload.snapshot import RandomState
+from profiler.workload.random_states import RandomState
 from profiler.workload.steps import (
     ProfileError,
     Result,

@@ -21,7 +21,7 @@ from profiler.records import Phase
 from profiler.tensors.tensor_parts import has_storage, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes
-from profiler.workload.snapshot import RandomState
+from profiler.workload.random_states import RandomState
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
@@ -371,7 +371,7 @@ def metered_step(
             may have drawn what it runs before its first phase.
     """
     phases: MarkedPhases = []
-    first_step = None if warm_up is None else functools.partial(RandomState.capture().repeat, warm_up)
+    first_step = None if warm_up is None else functools.partial(RandomState().repeat, warm_up)
     with contextlib.ExitStack() as on_exit:
         started = False
 

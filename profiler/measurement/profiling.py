@@ -31,7 +31,8 @@ from profiler.trace.partition import Stages, StagesError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.given_models import ModelCaches, check_no_checkpointing, inner_model
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import (
     ProfileError,
     TensorsOfState,
@@ -137,7 +138,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
     """The profile by plain steps, or by such as take no more than a limit."""
     set_aside_bytes = gradient_bytes(workload)
     with preserved(workload), ModelCaches(workload.model).off():
-        randomness, state_of_modules = RandomState.capture(), TensorsOfState(workload)
+        randomness, state_of_modules = RandomState(), TensorsOfState(workload)
         report("warm up")
         if limit_bytes is None:
             first_plain_step(workload)

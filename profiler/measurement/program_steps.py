@@ -23,7 +23,7 @@ from profiler.trace.partition import ChosenStage
 from profiler.trace.stage_dataflow import pooled, stage_ops_of, without_seconds
 from profiler.trace.step_record import Trace
 from profiler.workload.forward_patches import Forward
-from profiler.workload.snapshot import RandomState
+from profiler.workload.random_states import RandomState
 
 
 @dataclass(slots=True)

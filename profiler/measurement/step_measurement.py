@@ -22,7 +22,8 @@ from profiler.records import Phase
 from profiler.tensors.tensor_parts import any_distributed, distinct_bytes, storage_key, storage_of
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors, with_inner
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import (
     ProfileError,
     TensorsOfState,
@@ -106,7 +107,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
     faults: list[int] = []
     with preserved(workload):
         release_cache(device)  # What others left in the allocator is no part of the step.
-        randomness, state = RandomState.capture(), TensorsOfState(workload)
+        randomness, state = RandomState(), TensorsOfState(workload)
         first_step(workload)
         resident_bytes = resident_bytes_of(workload).total
 
@@ -188,7 +189,7 @@ def measure_states(workload: Workload) -> MeasuredStates:
     if not workload.model.training:
         raise ProfileError("model states: expected a model in training mode, got one in eval mode; call model.train()")
     with preserved(workload):
-        randomness = RandomState.capture()
+        randomness = RandomState()
         fresh = bool(workload.optimizers) and not any(each.state for each in with_inner(workload.optimizers))
         first_bytes = checked_step(workload, lambda: _step(workload))
         randomness.restore()

@@ -18,7 +18,8 @@ from profiler.trace.step_record import Op, Trace, ValueOp
 from profiler.trace.step_trace import first_forward
 from profiler.workload.compiled_forwards import leave_uncompiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors, with_inner
-from profiler.workload.snapshot import RandomState, left_as_before
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import left_as_before
 from profiler.workload.steps import held_by_loop, optimizer_state_bytes
 from profiler.workload.workload import Workload
 

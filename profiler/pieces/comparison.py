@@ -19,7 +19,8 @@ from profiler.records import HeadRecord, PiecesRecord
 from profiler.workload.data_parallel import keep_parameters_of
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.given_models import named_modules
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.steps import causes_of
 from profiler.workload.workload import StepPhase, Workload
 
@@ -77,7 +78,7 @@ def compared(workload: Workload, pieces: PiecesRecord, *, frugal: bool) -> Piece
     Raises:
         NotInPieces: something needs all of the head's output at once, or the results differ by more than rounding.
     """
-    randomness = RandomState.capture()
+    randomness = RandomState()
     plain = _in_pieces(workload, randomness, _finer(pieces)) if frugal else _step(workload, randomness)
     apart = _in_pieces(workload, randomness, pieces)
     if any_rank(plain.gradients.keys() != apart.gradients.keys()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import types
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -18,9 +17,13 @@ from torch._C._dynamo.guards import dict_version
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from profiler.recomputation.growing_containers import GrowingContainer
-from profiler.recomputation.host_copies import UncountedCopy, uncounted_copy
-from profiler.recomputation.remembered_parameters import RememberedParameter, RememberedParameters
+from profiler.recomputation.remembered_tensors import (
+    RememberedParameter,
+    RememberedParameters,
+    UncountedCopy,
+    copy_of_version,
+    uncounted_copy,
+)
 from profiler.recomputation.saved_tensors import RerunError, version_of
 from profiler.tensors.tensor_parts import storage_key
 from profiler.tensors.tensor_trees import cached_by_identity, slots_of, tensors_in
@@ -30,6 +33,7 @@ from profiler.workload.plain_objects import (
     MOST_ITEMS,
     PLAIN,
     Change,
+    GrowingContainer,
     attributes_of,
     base_of,
     copied as _copied,
@@ -40,13 +44,12 @@ from profiler.workload.plain_objects import (
     set_slots,
     size_of,
 )
+from profiler.workload.random_states import same_state
 from profiler.workload.reachable import HOOKS, OF_MODULES, globals_of, in_cell, is_closed, is_plain_tensor
 from profiler.workload.remembered_values import GENERATORS
 
 leave_uncompiled(__name__)
 
-# Larger tensors that no run was seen to change are not copied in case that one does.
-MOST_COPIED_BYTES = 16 * 2**20
 # Nothing counts the changes of an array, so each call copies it.
 MOST_ARRAY_BYTES = 2**20
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -135,7 +138,7 @@ class ModuleState:
             self._tensors.clear()
         for key, (_, tensor, _) in self._tensors.items():
             if key not in self._statistics:
-                copied = uncounted_copy(tensor) if key in self._changing else _copy_of_version(tensor)
+                copied = uncounted_copy(tensor) if key in self._changing else copy_of_version(tensor)
                 if copied is not None:
                     self._values[key] = copied
 
@@ -316,6 +319,12 @@ class ModuleState:
         ]
         for key in changed:
             self._check_known(key)
+        for one in self._long:
+            if not one.only_grew():
+                raise RerunError(
+                    f"expected {one.shown}, only to grow at its end, got one that lost or replaced some; keep fewer "
+                    "items in it, use a collections.deque, or keep this stage"
+                )
         parameters = self._parameters.changed()
         for remembered in parameters:
             self._check_parameter(remembered)
@@ -389,7 +398,7 @@ class ModuleState:
             and all(all(map(operator.is_, in_slots(value), before)) for value, before in self._slotted)
             and all(value is now for cell, value in self._variables for now in in_cell(cell))
             and all(space.get(name) is value for space, name, value in self._globals)
-            and all(_same_state(ways[0](each), state) for each, ways, state in self._generators)
+            and all(same_state(ways[0](each), state) for each, ways, state in self._generators)
             and all(one.is_as_it_was() for one in self._long)
         )
 
@@ -457,15 +466,6 @@ class ModuleState:
             raise RerunError("expected parameters as in forward, got one whose memory was given back")
 
 
-def _same_state(now: Any, before: Any) -> bool:
-    """Whether two states of a generator, or two arrays, are equal."""
-    if isinstance(now, tuple):
-        return len(now) == len(before) and all(map(_same_state, now, before))
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(_same_state(now[key], before[key]) for key in now)
-    return np.array_equal(now, before) if isinstance(now, np.ndarray) else now == before
-
-
 def _are_same(now: Any, before: Any) -> bool:
     """Whether two copies of containers hold the same things in the same order."""
     if isinstance(now, set) or len(now) != len(before):
@@ -523,24 +523,6 @@ def _is_scripted(kind: type) -> bool:
 
 def _lies_as(tensor: Tensor, placed: Tensor) -> bool:
     return (tensor.shape, tensor.dtype, tensor.data_ptr()) == (placed.shape, placed.dtype, placed.data_ptr())
-
-
-_COPIES: dict[int, tuple[weakref.ref[Tensor], int, int, UncountedCopy | None]] = {}
-
-
-def _copy_of_version(tensor: Tensor) -> UncountedCopy | None:
-    """A copy of a tensor's values, the same one as long as its version stays; None where none is made."""
-    key, version, storage = id(tensor), version_of(tensor), storage_key(tensor)
-    known = _COPIES.get(key)
-    if known is not None and known[0]() is tensor and known[1:3] == (version, storage):
-        copied = known[3]
-        if copied is None or not copied.other_than(tensor):
-            return copied
-    small = tensor.grad_fn is None and tensor.numel() * tensor.element_size() <= MOST_COPIED_BYTES
-    # A large one that has changed before is copied all the same.
-    copied = uncounted_copy(tensor) if small or (known is not None and known[0]() is tensor) else None
-    _COPIES[key] = weakref.ref(tensor, lambda _: _COPIES.pop(key, None)), version, storage, copied
-    return copied
 
 
 _Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]

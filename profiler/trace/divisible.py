@@ -21,7 +21,8 @@ from profiler.trace.step_record import Call, Leaf, Trace
 from profiler.trace.step_trace import trace_step
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.forward_patches import ForwardPatches
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
 
 _LARGER = 2  # times its input, below which a piece would save little
@@ -93,7 +94,7 @@ def divisible_modules(workload: Workload, head: str = "") -> tuple[tuple[ModuleP
     Returns:
         Modules inside that may run in pieces together; and the model, where its call may. In two pieces each.
     """
-    randomness = RandomState.capture()
+    randomness = RandomState()
     with preserved(workload):
         trace = trace_step(workload)
     likely = [k for k, call in enumerate(trace.calls) if _may_be_taken_apart(trace, call)]

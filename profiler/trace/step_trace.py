@@ -39,8 +39,8 @@ from profiler.workload.data_parallel import SHARDING, unsharded_tensors
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.given_models import named_modules
 from profiler.workload.own_step import graph_nodes, next_node
+from profiler.workload.random_states import RandomState
 from profiler.workload.reachable import tensors_held
-from profiler.workload.snapshot import RandomState
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)
@@ -458,7 +458,7 @@ class _CallChanges:
         self.arguments = arguments
         self.inputs = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
         self._objects = [(value, tensors_in(value)) for value in objects_in(arguments)]
-        self.random = RandomState.capture()
+        self.random = RandomState()
         self._buffers = {name: (b, b.clone()) for name, b in module.named_buffers()}
         of_module = {id(buffer) for buffer, _ in self._buffers.values()}
         self._others = [(tensor, tensor._version) for tensor in persistent if id(tensor) not in of_module]

@@ -183,3 +183,60 @@ def _refill_dict(container: Any, contents: dict[Any, Any], base: Any) -> None:
     else:
         for key, value in contents.items():
             base.__setitem__(container, key, value)
+
+
+class GrowingContainer:
+    """A list or dict of too many items to be copied: how long it is before a first run, and both its ends.
+
+    Args:
+        name: of the attribute, for messages.
+        container: with an item at least.
+
+    Attributes:
+        shown: what it is, for messages.
+    """
+
+    __slots__ = ("_base", "_container", "_ends", "_length", "shown")
+
+    def __init__(self, name: str, container: Any) -> None:
+        self._container, self._length = container, len(container)
+        self.shown = f"{name!r}, a {type(container).__name__} of {self._length} items"
+        self._base = base_of(type(container))
+        self._ends = self._first_and_last()
+
+    def _first_and_last(self) -> tuple[Any, Any]:
+        if self._base is list:
+            return list.__getitem__(self._container, 0), list.__getitem__(self._container, self._length - 1)
+        keys = self._base.__reversed__(self._container)
+        for _ in range(len(self._container) - self._length):
+            next(keys)
+        return next(self._base.__iter__(self._container)), next(keys)
+
+    def is_as_it_was(self) -> bool:
+        """Whether it is as long as it was and has the same ends."""
+        return len(self._container) == self._length and self.only_grew()
+
+    def only_grew(self) -> bool:
+        """Whether nothing but growing at its end is seen of it."""
+        if len(self._container) < self._length:
+            return False
+        first, last = self._first_and_last()
+        return first is self._ends[0] and last is self._ends[1]
+
+    def cut(self) -> list[Any]:
+        """Make it as long as it was; returns what came since, for ``extend_again``."""
+        if self._base is list:
+            tail = list.__getitem__(self._container, slice(self._length, None))
+            list.__delitem__(self._container, slice(self._length, None))
+            return tail
+        added = [self._base.popitem(self._container) for _ in range(len(self._container) - self._length)]
+        return added[::-1]
+
+    def extend_again(self, tail: list[Any]) -> None:
+        """Make it hold what it was cut off, in the place of what came meanwhile."""
+        self.cut()
+        if self._base is list:
+            list.extend(self._container, tail)
+            return
+        for key, value in tail:
+            self._base.__setitem__(self._container, key, value)

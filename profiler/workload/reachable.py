@@ -1,4 +1,8 @@
-"""What can be reached from a step: one walk, for what is put back after measuring and for whose bytes count."""
+"""What can be reached from a step: one walk, for what is put back after measuring and for whose bytes count.
+
+What something refers to by names can be read and written in one way (``Space``), be it attributes, slots, variables of
+a closure, globals or arguments: values are put back there, and iterators are replaced.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import io
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
@@ -18,8 +22,19 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from profiler.tensors.tensor_trees import cached_by_identity, tensors_in
-from profiler.workload.plain_objects import MOST_ITEMS, PLAIN, attributes_of, base_of, in_slots, is_opened, items_of
+from profiler.tensors.tensor_trees import cached_by_identity, slots_of, tensors_in
+from profiler.workload.plain_objects import (
+    GONE,
+    MOST_ITEMS,
+    PLAIN,
+    attributes_of,
+    base_of,
+    copied,
+    in_slots,
+    is_opened,
+    items_of,
+    refill,
+)
 from profiler.workload.replayed_iterators import ReplayedIterator
 
 # Further away than this, things are not the step's own.
@@ -291,6 +306,100 @@ def own_spaces(value: Any) -> list[Any]:
         return [value] if _is_own(value.__name__) else []
     kinds = (value if isinstance(value, type) else type(value)).__mro__
     return [kind for kind in kinds if _is_own(kind.__module__)]
+
+
+class Space(NamedTuple):
+    """What something refers to by names: how all of it is read, and how one name is written, or taken out."""
+
+    read: Callable[[], dict[Any, Any]]
+    write: Callable[[Any, Any], object]
+    delete: Callable[[Any], object]
+
+
+def _stays(_: Any) -> None:
+    """A name that has come since is left there."""
+
+
+def spaces_of(holder: Any) -> Iterator[Space]:
+    """What something refers to, but for the items of containers and what its class holds."""
+    if isinstance(holder, types.CellType):
+        put = functools.partial(setattr, holder, "cell_contents")
+        yield Space(lambda: dict(enumerate(in_cell(holder))), lambda _, value: put(value), _stays)
+        return
+    if isinstance(holder, types.FunctionType):
+        space, names = holder.__globals__, globals_of(holder)
+        yield Space(lambda: {n: space[n] for n in names if n in space}, space.__setitem__, _stays)
+        yield Space(
+            lambda: dict(enumerate(holder.__defaults__ or ())),
+            lambda number, value: setattr(holder, "__defaults__", _replaced(holder.__defaults__, number, value)),
+            _stays,
+        )
+        yield _items_of_dict(holder.__kwdefaults__ or {})
+    if isinstance(holder, functools.partial):
+        yield Space(lambda: dict(enumerate(holder.args)), functools.partial(_set_argument, holder), _stays)
+        yield _items_of_dict(holder.keywords)
+        return
+    yield from attributes_space(holder)
+    slots = () if issubclass(type(holder), nn.Module) else slots_of(type(holder))
+    if slots:
+        yield Space(
+            lambda: {n: item for n, item in zip(slots, in_slots(holder), strict=True) if item is not GONE},
+            functools.partial(object.__setattr__, holder),
+            functools.partial(object.__delattr__, holder),
+        )
+
+
+def attributes_space(owner: Any, ignored: Collection[str] = ()) -> Iterator[Space]:
+    """The attributes of an object but for some; functions are no state. Nothing where it has none."""
+    attributes = attributes_of(owner)
+    if attributes is not None:  # The owner is not kept alive.
+        yield Space(
+            lambda: {
+                name: value
+                for name, value in attributes.items()
+                if name not in ignored and (is_opened(type(value)) or not callable(value))
+            },
+            attributes.__setitem__,
+            attributes.__delitem__,
+        )
+
+
+def named_space(owner: Any, names: Collection[str]) -> Space:
+    """What code names in a class or a module of the user's own; functions are no state."""
+
+    def read() -> dict[str, Any]:
+        named = ((name, vars(owner)[name]) for name in vars(owner).keys() & names)
+        return {name: value for name, value in named if not (callable(value) or hasattr(type(value), "__get__"))}
+
+    return Space(read, functools.partial(setattr, owner), functools.partial(delattr, owner))
+
+
+def items_space(container: Any) -> Iterator[Space]:
+    """The items of a container, by their keys or places; nothing of what is none, and of a set."""
+    base = base_of(type(container))
+    if isinstance(base, type) and issubclass(base, dict):
+        yield _items_of_dict(container)
+    elif base is not None and base is not set:
+        yield Space(lambda: dict(enumerate(copied(container))), functools.partial(_set_item, container), _stays)
+
+
+def _items_of_dict(items: Any) -> Space:
+    return Space(lambda: dict(dict.items(items)), functools.partial(dict.__setitem__, items), _stays)
+
+
+def _replaced(values: Any, number: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:number], value, *values[number + 1 :])
+
+
+def _set_item(container: Any, number: int, value: Any) -> None:
+    contents = copied(container)
+    contents[number] = value
+    refill(container, contents)
+
+
+def _set_argument(call: functools.partial[Any], number: int, value: Any) -> None:
+    state = (call.func, _replaced(call.args, number, value), call.keywords, vars(call))
+    call.__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _note_spaces(value: Any, spaces: dict[Any, set[str]]) -> None:

@@ -12,7 +12,7 @@ import signal
 import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,13 +25,12 @@ from profiler.tensors.tensor_memory import TensorMemory
 from profiler.workload.plain_objects import (
     MOST_ITEMS,
     PLAIN,
-    attributes_of,
     base_of,
     copied,
-    is_opened,
     refill,
     size_of,
 )
+from profiler.workload.reachable import Space
 
 _DEPTH = 8  # Containers further inside are left alone: they may hold themselves.
 MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -176,40 +175,25 @@ def _tensor(value: Tensor, memories: Memories, keeps: bool) -> Callable[[Any], A
     return (lambda _: (put_back(), value)[1]) if keeps else (lambda _: put_back())
 
 
-class Attributes:
-    """What objects keep on themselves: counters, hidden states, caches of tensors.
+def remembered_space(space: Space, memories: Memories | None = None, *, keeps: bool = False) -> Callable[[], None]:
+    """What is in a space (attributes, say); the returned function puts it back, and takes out what has come since.
 
     Args:
-        objects: modules, say.
-        ignored: names of attributes that are left alone.
+        space: of anything.
         memories, keeps: as for ``Snapshot``.
     """
+    remembered = {name: Snapshot(value, memories, keeps=keeps) for name, value in space.read().items()}
 
-    def __init__(
-        self,
-        objects: Iterable[Any],
-        ignored: Collection[str],
-        memories: Memories | None = None,
-        *,
-        keeps: bool = False,
-    ) -> None:
-        self._ignored = ignored
-        held = [attributes for owner in objects if (attributes := attributes_of(owner)) is not None]
-        self._objects = [(each, self._remembered(each, memories, keeps)) for each in held]
+    def put_back() -> None:
+        now = space.read()
+        for name in now.keys() - remembered.keys():
+            space.delete(name)
+        for name, before in remembered.items():
+            value = before.put_back(now.get(name))
+            if name not in now or value is not now[name]:
+                space.write(name, value)
 
-    def restore(self) -> None:
-        """Put back what was there then; what has come since goes. Functions are no state, and stay."""
-        for now, before in self._objects:
-            for name in [name for name, value in now.items() if name not in before and self._counts(name, value)]:
-                del now[name]
-            now.update({name: value.put_back(now.get(name)) for name, value in before.items()})
-
-    def _remembered(self, attributes: Mapping[str, Any], memories: Memories | None, keeps: bool) -> dict[str, Snapshot]:
-        counted = {name: value for name, value in attributes.items() if self._counts(name, value)}
-        return {name: Snapshot(value, memories, keeps=keeps) for name, value in counted.items()}
-
-    def _counts(self, name: str, value: Any) -> bool:
-        return name not in self._ignored and (is_opened(type(value)) or not callable(value))
+    return put_back
 
 
 _MOST_NAMED = 3

@@ -7,27 +7,22 @@ where one is held (a variable, an attribute, a container) another one stands, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from profiler.caller_warnings import warn_caller
+from profiler.workload.random_states import RandomState
 
 
-class _Random(Protocol):
-    """Random states as they were."""
-
-    def restore(self) -> None: ...
-    def host_differs(self) -> bool: ...
-    def torch_differs(self) -> bool: ...
-
-
-def _moved(random: _Random) -> bool:
+def _moved(random: RandomState) -> bool:
     return random.host_differs() or random.torch_differs()
 
 
 class _Item:
     """What was taken: a value, or the end; with the random states before and after, where it drew numbers."""
 
-    def __init__(self, value: Any, put_back: Callable[[], object], drew: tuple[_Random, _Random] | None) -> None:
+    def __init__(
+        self, value: Any, put_back: Callable[[], object], drew: tuple[RandomState, RandomState] | None
+    ) -> None:
         self.value, self.put_back, self._drew = value, put_back, drew
 
     def draw(self) -> None:
@@ -49,17 +44,12 @@ class ReplayedIterator:
         self._items: list[_Item] = []
         self._position = 0
         self._starts: list[int] = []  # of the measurements under way, one inside the other
-        self._how: Any = None
+        self._remember: Any = None
 
-    def begin(self, remember: Callable[[Any], Callable[[], object]], random: Callable[[], _Random]) -> None:
-        """From now on items are remembered.
-
-        Args:
-            remember: gives the way back for what is in a value.
-            random: captures the random states.
-        """
+    def begin(self, remember: Callable[[Any], Callable[[], object]]) -> None:
+        """From now on items are remembered; ``remember`` gives the way back for what is in a value."""
         self._starts.append(self._position)
-        self._how = remember, random
+        self._remember = remember
 
     def rewind(self) -> None:
         """A step begins: it gets the items that the one before got, as they were."""
@@ -100,13 +90,12 @@ class ReplayedIterator:
                 f"profile: the step takes items from a {type(self.source).__name__} that others hold, too: they will "
                 "miss those that profiling takes; let the step alone hold the iterator, or give it a batch"
             )
-        remember, random = self._how
-        before = random()
+        before = RandomState()
         value = next(self.source)  # The end, too, comes anew in each step.
-        drew = (before, random()) if _moved(before) else None
+        drew = (before, RandomState()) if _moved(before) else None
         if drew is not None:
             before.restore()  # As if it came from here: ``draw`` follows.
-        self._items.append(_Item(value, remember(value), drew))
+        self._items.append(_Item(value, self._remember(value), drew))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)

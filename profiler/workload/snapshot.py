@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import random
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,23 +18,28 @@ from profiler.caller_warnings import warn_caller
 from profiler.tensors.tensor_memory import TensorMemory
 from profiler.workload.data_parallel import buckets_restored
 from profiler.workload.given_models import check_ready
-from profiler.workload.iterator_places import replace_iterators
 from profiler.workload.optimizers import with_inner
 from profiler.workload.own_step import OwnStep
-from profiler.workload.plain_objects import in_slots, is_opened, set_slots
+from profiler.workload.plain_objects import base_of, copied, is_opened, refill
+from profiler.workload.random_states import RandomState
 from profiler.workload.reachable import (
     OF_MODULES,
-    globals_of,
-    in_cell,
+    Space,
+    attributes_space,
+    is_iterator,
     is_known_otherwise,
     is_plain_tensor,
+    items_space,
     modules_in,
+    named_space,
     own_spaces,
     reached_from,
+    spaces_of,
     tensors_held,
     tensors_of,
 )
-from profiler.workload.remembered_values import Attributes, Memories, Restoring, Snapshot, filled
+from profiler.workload.remembered_values import Memories, Restoring, Snapshot, filled, remembered_space
+from profiler.workload.replayed_iterators import ReplayedIterator
 from profiler.workload.torch_state import current_flags, stacks_kept
 from profiler.workload.workload import Workload
 
@@ -77,14 +81,48 @@ def preserved(workload: Workload) -> Iterator[None]:
 def _replaying(step: OwnStep) -> Iterator[None]:
     """Inside, each step gets the same items of the iterators that it takes from; afterwards they come again."""
     before = step.replays
-    step.replays, end = replace_iterators(step.function)
+    step.replays, end = _replace_iterators(step.function)
     for replay in step.replays:
-        replay.begin(_item_restore, RandomState.capture)
+        replay.begin(_item_restore)
     try:
         yield
     finally:
         end()
         step.replays = before
+
+
+def _replace_iterators(*roots: Any) -> tuple[list[ReplayedIterator], Callable[[], None]]:
+    """Put replayed iterators in the place of those that can be reached; returns them, and what ends that.
+
+    Where nothing was taken the iterators themselves stand there again in the end.
+    """
+    places: dict[int, tuple[Any, list[Callable[[Any], object]]]] = {}
+    for holder in reached_from(*roots, through_iterators=False):
+        for space in () if is_known_otherwise(holder) else (*spaces_of(holder), *items_space(holder)):
+            for name, value in space.read().items():
+                if is_iterator(value):
+                    place = functools.partial(space.write, name)
+                    places.setdefault(id(value), (value, []))[1].append(place)
+    holder = space = value = None  # What still holds an iterator here counts below.
+    replays: list[tuple[ReplayedIterator, list[Callable[[Any], object]]]] = []
+    for found in places.values():
+        if isinstance(found[0], ReplayedIterator):
+            replays.append((found[0], []))
+        else:  # It is held by each place, by ``found`` and by the call.
+            shared = sys.getrefcount(found[0]) > len(found[1]) + 2
+            replays.append((ReplayedIterator(found[0], shared=shared), found[1]))
+    places.clear()
+    for replay, where in replays:
+        for place in where:
+            place(replay)
+
+    def end() -> None:
+        for replay, where in replays:
+            if not replay.end():
+                for place in where:
+                    place(replay.source)
+
+    return [replay for replay, _ in replays], end
 
 
 def _item_restore(value: Any) -> Callable[[], None]:
@@ -96,7 +134,7 @@ def _item_restore(value: Any) -> Callable[[], None]:
         back.remember(
             "an item of an iterator", lambda t=tensor: functools.partial(TensorMemory(t).put_back, stays=True)
         )
-    back.remember("an item of an iterator", lambda: _held_restore(value, memories, keeps=True))
+    back.remember("an item of an iterator", lambda: _in_place(value, memories, keeps=True))
     remember_reached(reached, reached.names, back, memories, keeps=True)
     return back.restore
 
@@ -123,7 +161,8 @@ def left_as_before(workload: Workload) -> Iterator[None]:
     back, modules = Restoring(), list(modules_of(workload))
     reached = reached_from(*modules)
     memories: Memories = dict.fromkeys(map(id, tensors_of(reached)))
-    back.remember("attributes of modules", lambda: Attributes(modules, OF_MODULES, memories).restore)
+    for module in modules:
+        _remember_attributes("attributes of modules", module, OF_MODULES, back, memories)
     remember_reached(reached, reached.names, back, memories)
     try:
         yield
@@ -139,10 +178,10 @@ def _remember(workload: Workload, back: Restoring) -> None:
     reached = reached_from(*_functions(workload))
     parameters = _named_parameters(workload, modules, tensors_of(reached))
     back.add("the flags of torch", current_flags())
-    back.add("random states", RandomState.capture().restore)
+    back.add("random states", RandomState().restore)
     memories: Memories = {id(parameter): None for _, parameter in parameters}
     for name, parameter in parameters:
-        back.remember(name, lambda p=parameter: _held(p, TensorMemory(p)))
+        back.remember(name, lambda p=parameter: _held(p))
     handled = remember_modules(modules, back, memories)
     remember_reached(
         [value for value in reached if id(value) not in handled], reached.names, back, memories, keeps=True
@@ -154,11 +193,12 @@ def _remember(workload: Workload, back: Restoring) -> None:
             "them a torch Dataset"
         )
     inputs = workload.inputs
-    back.remember("inputs", lambda: _inputs_restore(inputs, memories))
+    back.remember("inputs", lambda: _in_place(inputs, memories))
     for optimizer in with_inner(workload.optimizers):
         back.remember("optimizer", lambda o=optimizer: _optimizer_restore(o))
+        _remember_attributes("optimizer", optimizer, ("state", "param_groups", "defaults"), back)
     if workload.scaler is not None:
-        back.remember("scaler", lambda: Attributes([workload.scaler], ignored=()).restore)
+        _remember_attributes("scaler", workload.scaler, (), back)
     for name, parameter in parameters:  # Last: once all else can be put back, these can be taken away.
         if parameter.is_leaf:
             back.add(f"gradient of {name}", lambda p=parameter, gradient=parameter.grad: _set_gradient(p, gradient))
@@ -209,15 +249,15 @@ def remember_modules(modules: Mapping[nn.Module, str], back: Restoring, memories
     for name, buffer in buffers.values():
         if buffer is not None:
             memories[id(buffer)] = None
-            back.remember(name, lambda b=buffer: _held(b, TensorMemory(b)))
+            back.remember(name, lambda b=buffer: _held(b))
     for module, name in beside.items():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                back.remember(f"{name}.{leaf}", lambda p=parameter: _held(p, TensorMemory(p)))
+                back.remember(f"{name}.{leaf}", lambda p=parameter: _held(p))
                 back.remember(f"gradient of {name}.{leaf}", lambda p=parameter: _gradient_held(p))
     for module, name in modules.items():
         back.remember(f"what is registered in {name}", lambda m=module: _registered(m))
-        back.remember(f"attributes of {name}", lambda m=module: Attributes([m], OF_MODULES, memories).restore)
+        _remember_attributes(f"attributes of {name}", module, OF_MODULES, back, memories)
     remember_reached(reached, reached.names, back, memories)
     for module, name in modules.items():  # They are made of what is put back until here.
         if (anew := buckets_restored(module)) is not None:
@@ -238,126 +278,69 @@ def remember_reached(
     """
     seen: set[int] = set()
     for value in reached:
-        kind = type(value).__name__
         if is_known_otherwise(value):
             continue
-        if issubclass(type(value), nn.Module):
-            spaces = own_spaces(value)
-        elif isinstance(value, types.FunctionType):
-            back.remember(f"what {value.__name__} refers to", lambda v=value: _function_restore(v, memories, keeps))
-            continue
-        elif isinstance(value, types.CellType):
-            back.remember("a variable of the step", lambda v=value: _cell_restore(v, memories, keeps))
-            continue
-        elif isinstance(value, functools.partial):
-            arguments = (value.args, value.keywords)
-            back.remember("arguments of a partial", lambda v=arguments: _held_restore(v, memories, keeps))
-            continue
-        else:
-            spaces = own_spaces(value)
-            if is_plain_tensor(value):  # It is not kept alive.
-                back.remember("attributes of a tensor", lambda v=value: Attributes([v], (), memories).restore)
-            elif is_opened(type(value)):
-                back.remember(f"what is in a {kind}", lambda v=value: _inside_restore(v, memories, keeps))
-        for space in spaces:
-            if id(space) not in seen:
-                seen.add(id(space))
-                back.remember(f"what is in {space.__name__}", lambda s=space: _space_restore(s, names, memories, keeps))
+        for owner in own_spaces(value):
+            if id(owner) not in seen:
+                seen.add(id(owner))
+                _remember_space(f"what is in {owner.__name__}", named_space(owner, names), back, memories, keeps=keeps)
+        tensor = is_plain_tensor(value)  # It is not kept alive.
+        if tensor or is_opened(type(value)) or isinstance(value, _OF_CODE):
+            for space in attributes_space(value) if tensor else spaces_of(value):
+                _remember_space(f"what is in {_named(value)}", space, back, memories, keeps=keeps and not tensor)
 
 
-def _function_restore(function: types.FunctionType, memories: Memories, keeps: bool) -> Callable[[], None]:
-    """For its attributes and what its defaults hold, and the globals that it names."""
-    attributes = Attributes([function], (), memories, keeps=keeps)
-    defaults = _held_restore((function.__defaults__, function.__kwdefaults__), memories, keeps)
-    names = globals_of(function)
-    variables = {name: Snapshot(function.__globals__[name], memories, keeps=keeps) for name in names}
-
-    def restore() -> None:
-        attributes.restore()
-        defaults()
-        for name, before in variables.items():
-            function.__globals__[name] = before.put_back(function.__globals__.get(name))
-
-    return restore
+_OF_CODE = (types.FunctionType, types.CellType, functools.partial)
 
 
-def _cell_restore(cell: types.CellType, memories: Memories, keeps: bool) -> Callable[[], None]:
-    remembered = [Snapshot(value, memories, keeps=keeps) for value in in_cell(cell)]
-
-    def restore() -> None:
-        now = next(iter(in_cell(cell)), None)
-        for before in remembered:
-            cell.cell_contents = before.put_back(now)
-
-    return restore
+def _named(value: Any) -> str:
+    if isinstance(value, types.CellType):
+        return "a variable of the step"
+    return value.__name__ if isinstance(value, types.FunctionType) else f"a {type(value).__name__}"
 
 
-def _held_restore(values: Any, memories: Memories, keeps: bool) -> Callable[[], None]:
-    """For what is in values that stay where they are."""
-    remembered = Snapshot(values, memories, keeps=keeps)
-    return lambda: remembered.put_back(values)
+def _remember_space(what: str, space: Space, back: Restoring, memories: Memories, *, keeps: bool) -> None:
+    back.remember(what, lambda: remembered_space(space, memories, keeps=keeps))
 
 
-def _space_restore(space: Any, names: Collection[str], memories: Memories, keeps: bool) -> Callable[[], None]:
-    """For what code that was reached names in a class or a module of the user's own; functions are no state."""
-
-    def now() -> dict[str, Any]:
-        named = ((name, vars(space)[name]) for name in vars(space).keys() & names)
-        return {name: value for name, value in named if not (callable(value) or hasattr(type(value), "__get__"))}
-
-    remembered = {name: Snapshot(value, memories, keeps=keeps) for name, value in now().items()}
-
-    def restore() -> None:
-        there = now()
-        for name in there.keys() - remembered.keys():
-            delattr(space, name)
-        for name, before in remembered.items():
-            if (value := before.put_back(there.get(name))) is not there.get(name):
-                setattr(space, name, value)
-
-    return restore
+def _remember_attributes(
+    what: str, owner: Any, ignored: Collection[str], back: Restoring, memories: Memories | None = None
+) -> None:
+    """What an object keeps on itself, but for some names: counters, hidden states, caches of tensors."""
+    for space in attributes_space(owner, ignored):
+        _remember_space(what, space, back, {} if memories is None else memories, keeps=False)
 
 
-def _inside_restore(value: Any, memories: Memories, keeps: bool) -> Callable[[], None]:
-    """For the attributes and slots of an object."""
-    attributes = Attributes([value], (), memories, keeps=keeps)
-    slots = tuple(Snapshot(item, memories, keeps=keeps) for item in in_slots(value))
-
-    def restore() -> None:
-        attributes.restore()
-        if slots:
-            set_slots(value, tuple(slot.put_back(now) for slot, now in zip(slots, in_slots(value), strict=True)))
-
-    return restore
+def _in_place(value: Any, memories: Memories, *, keeps: bool = False) -> Callable[[], object]:
+    """For what is in a value that stays where it is."""
+    remembered = Snapshot(value, memories, keeps=keeps)
+    return lambda: remembered.put_back(value)
 
 
 def _gradient_held(parameter: Tensor) -> Callable[[], object]:
     """For the gradient of a parameter that no step takes away."""
     gradient = parameter.grad
-    held = (lambda: None) if gradient is None else _held(gradient, TensorMemory(gradient))
+    held = (lambda: None) if gradient is None else _held(gradient)
     return lambda: (held(), _set_gradient(parameter, gradient))
 
 
-def _held(tensor: Tensor, memory: TensorMemory) -> Callable[[], object]:
+def _held(tensor: Tensor) -> Callable[[], object]:
     """The way back for a tensor that lives until then."""
+    memory = TensorMemory(tensor)
     return lambda: (tensor, memory.put_back())
 
 
 def _registered(module: nn.Module) -> Callable[[], None]:
     """Which parameters, buffers, modules and hooks a module has, and its flags."""
     own = {name: value for name, value in vars(module).items() if name in OF_MODULES}
-    tables = [(table, dict(table)) for table in own.values() if isinstance(table, dict)]
-    names, training = set(module._non_persistent_buffers_set), module.training
+    tables = [(value, copied(value)) for value in own.values() if base_of(type(value)) is not None]
+    training = module.training
 
     def back() -> None:
         vars(module).update(own)
         for table, items in tables:
-            # Compiled code asks whether they were written to, so they are only where they differ.
-            if [(key, id(value)) for key, value in table.items()] != [(k, id(v)) for k, v in items.items()]:
-                filled(table, table.update, items)
-        module._non_persistent_buffers_set.intersection_update(names)
-        module._non_persistent_buffers_set.update(names)
-        if module.training is not training:
+            refill(table, items)
+        if module.training is not training:  # A scripted module's is no attribute of Python's.
             module.training = training
 
     return back
@@ -378,66 +361,19 @@ def _named_parameters(
     return list({id(tensor): (name, tensor) for name, tensor in reversed(named)}.values())[::-1]
 
 
-class RandomState:
-    """The random states of torch (every device in use), numpy and Python."""
-
-    def __init__(self, cpu: Tensor, cuda: list[Tensor], numpy: Any, python: Any) -> None:
-        self._cpu, self._cuda, self._numpy, self._python = cpu, cuda, numpy, python
-
-    @classmethod
-    def capture(cls) -> RandomState:
-        """Read the states as they are now."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
-
-    def host_differs(self) -> bool:
-        """True where Python's or numpy's generator has advanced since."""
-        moved = self._python != random.getstate()
-        return moved or any(np.any(a != b) for a, b in zip(self._numpy, np.random.get_state(), strict=True))
-
-    def torch_differs(self) -> bool:
-        """True where a torch generator has advanced since."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        moved = any(not torch.equal(a, b) for a, b in zip(self._cuda, cuda, strict=False))
-        return moved or not torch.equal(self._cpu, torch.get_rng_state())
-
-    def restore(self) -> None:
-        """Put the states back; may be called any number of times."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
-
-    def repeat(self, run: Callable[[], object]) -> None:
-        """Call ``run`` from these states, and go on from those of now: it draws what was drawn since they were read."""
-        now = RandomState.capture()
-        self.restore()
-        run()
-        now.restore()
-
-
 def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     parameter.grad = gradient
 
 
-def _inputs_restore(inputs: Any, memories: Memories) -> Callable[[], object]:
-    """For the containers of a batch, which a step may take things out of."""
-    remembered = Snapshot(inputs, memories)
-    return lambda: remembered.put_back(inputs)
-
-
 def _optimizer_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """For states, the groups and their settings, and counters that an optimizer keeps on itself."""
+    """For the states of an optimizer, its groups and their settings."""
     state = Snapshot(optimizer.state, most_items=math.inf)
-    attributes = Attributes([optimizer], ("state", "param_groups", "defaults"))
     together = optimizer.param_groups
     groups = [(group, dict(group), [*group["params"]]) for group in together]
     settings = [{name: Snapshot(value) for name, value in group.items() if name != "params"} for group, *_ in groups]
 
     def restore() -> None:
         state.put_back(optimizer.state)
-        attributes.restore()
         for (group, items, parameters), values in zip(groups, settings, strict=True):
             items["params"][:] = parameters
             before = {name: value.put_back(group.get(name)) for name, value in values.items()}

@@ -15,7 +15,7 @@ from numpy.random import mtrand
 from torch import Tensor, nn
 
 import planner
-from profiler.recomputation.rng_state import HostRandomness
+from profiler.workload.random_states import HostRandomness
 from profiler.workload.workload import Workload
 from tests.support.habits import WIDTH, Net, batch, blocks_of, loss_of
 

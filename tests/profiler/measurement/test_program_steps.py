@@ -17,7 +17,7 @@ from profiler.op_graph import StageStorage
 from profiler.records import MenuRecord, Phase
 from profiler.step_graph import StepGraph, StepRuns, runs_once
 from profiler.workload.forward_patches import Forward
-from profiler.workload.snapshot import RandomState
+from profiler.workload.random_states import RandomState
 from tests.support.odd_models import workload
 from tests.support.option_groups import BACKWARD, FORWARD, flow, group, marked, step_graph
 
@@ -66,7 +66,7 @@ def steps_of(probe: StageProbe) -> ProgramSteps:
     own = [each for k in range(4) for each in (marked(FORWARD, k, seconds=1.0), marked(BACKWARD, k, seconds=4.0))]
     timed = [(mark, phase) for mark, phases in own for phase in phases]
     return ProgramSteps(
-        probe, plain, lambda: memory_meter(torch.device("cpu"), 0), RandomState.capture(), lambda _: None, [timed]
+        probe, plain, lambda: memory_meter(torch.device("cpu"), 0), RandomState(), lambda _: None, [timed]
     )
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import planner
 from profiler.measurement.unsteady_bytes import what_is_drawn
-from profiler.workload.snapshot import RandomState, preserved
+from profiler.workload.random_states import RandomState
+from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
 from tests.support.drawn_depth import DEPTH, DRAWS, drawing, running_everything, seed_all
 from tests.support.odd_models import workload
@@ -21,7 +22,7 @@ from tests.support.odd_models import workload
 
 def said_of(work: Workload, *, keeps: bool = True) -> tuple[str, ...]:
     with preserved(work):
-        return what_is_drawn(work, RandomState.capture(), keeps=keeps)
+        return what_is_drawn(work, RandomState(), keeps=keeps)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -29,7 +30,7 @@ def said_of(work: Workload, *, keeps: bool = True) -> tuple[str, ...]:
 def test_random_numbers_that_decide_what_runs_are_told(name: str, keeps: bool) -> None:
     work = drawing(name)
     seed_all(3)
-    before = RandomState.capture()
+    before = RandomState()
     (line,) = said_of(work, keeps=keeps)
     assert "random numbers decide what runs" in line and "profile the largest step" in line
     assert not before.torch_differs() and not before.host_differs()

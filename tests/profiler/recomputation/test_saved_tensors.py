@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.recomputation.rng_state import drawing_from_all, states_on
 from profiler.recomputation.saved_tensors import (
     RerunError,
     SavedParameter,
@@ -24,6 +23,7 @@ from profiler.recomputation.saved_tensors import (
     version_of,
     without_graph,
 )
+from profiler.workload.random_states import drawing_from_all, states_on
 
 
 class Holder:

@@ -1,4 +1,4 @@
-"""The states of the random generators that a stage may draw from, torch's and the host's, and drawing from them again.
+"""The states of the random generators that a step or a stage draws from, torch's and the host's, and putting them back.
 
 Reading the state of Python's or numpy's global generator takes ten microseconds and more, and nearly no stage draws
 from them. So the words that a generator lies in are looked at first: where none has changed since its state was read,
@@ -180,17 +180,64 @@ class HostRandomness:
 
     def has_advanced(self) -> bool:
         """Whether somebody has drawn since."""
-        return self._python is not _PYTHON.now() or self._numpy is not _NUMPY.now()
+        python, numpy = _PYTHON.now(), _NUMPY.now()
+        same = (self._python is python or self._python == python) and (
+            self._numpy is numpy or same_state(self._numpy, numpy)
+        )
+        return not same
+
+    def restore(self) -> None:
+        """Put both states back; may be called any number of times."""
+        _PYTHON.put_back(self._python)
+        _NUMPY.put_back(self._numpy)
 
     def __enter__(self) -> None:
-        self._now = _PYTHON.now(), _NUMPY.now()
-        self._set(self._python, self._numpy)
+        self._now = HostRandomness()
+        self.restore()
 
     def __exit__(self, *error: object) -> None:
-        self._set(*self._now)
+        self._now.restore()
         del self._now
 
-    @staticmethod
-    def _set(python: Any, numpy: Any) -> None:
-        _PYTHON.put_back(python)
-        _NUMPY.put_back(numpy)
+
+class RandomState:
+    """The random states of torch (every device in use), numpy and Python, as they were when this was made."""
+
+    def __init__(self) -> None:
+        self._cpu, self._cuda, self._host = torch.get_rng_state(), _states_of_cuda(), HostRandomness()
+
+    def host_differs(self) -> bool:
+        """True where Python's or numpy's generator has advanced since."""
+        return self._host.has_advanced()
+
+    def torch_differs(self) -> bool:
+        """True where a torch generator has advanced since."""
+        moved = any(not torch.equal(a, b) for a, b in zip(self._cuda, _states_of_cuda(), strict=False))
+        return moved or not torch.equal(self._cpu, torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Put the states back; may be called any number of times."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        self._host.restore()
+
+    def repeat(self, run: Callable[[], object]) -> None:
+        """Call ``run`` from these states, and go on from those of now: it draws what was drawn since they were read."""
+        now = RandomState()
+        self.restore()
+        run()
+        now.restore()
+
+
+def _states_of_cuda() -> list[Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def same_state(now: Any, before: Any) -> bool:
+    """Whether two states of a generator, or two arrays, are equal."""
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(same_state, now, before))
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(same_state(now[key], before[key]) for key in now)
+    return np.array_equal(now, before) if isinstance(now, np.ndarray) else now == before
