@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from planner.plans.offload_request import Offload, link_document, link_from, usable_link
-from planner.plans.offloadable import sent_bytes
+from planner.plans.offload_request import Offload, link_document, link_from, sent_bytes, usable_link
 from planner.plans.plan import Plan, StageDecision
 from planner.plans.problem_files import Source, all_bytes, chain_from
 from planner.plans.refusals import require_schedule

@@ -19,8 +19,8 @@ from planner.explain.tables import (
     plain_table,
     rows_of_stages,
 )
-from planner.plans.left_out import blocks_in_words
 from planner.plans.plan import pieces_in_words
+from planner.plans.refusals import blocks_in_words
 from planner.plans.short_names import names_in_short
 from planner.units import counted, exact_bytes, format_bytes, format_seconds
 from profiler.records import LeftOutRecord, OpRecord, PiecesRecord, Profile, StageRecord

@@ -1,22 +1,28 @@
-"""What a captured call can do: programs that keep less for backward and run more of its ops again, found by the graph
-solver: a menu of them, and those for exactly the room that a plan leaves.
+"""Programs of a captured call that keep less for backward and recompute more of its ops, found by the graph solver: a
+menu of them, those for exactly the room that a plan leaves, and the least that any program costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.plans.graph_solving import GraphSearch, order_within
-from planner.plans.refusals import Infeasible
-from planner.steps.graph_problem import StepSurroundings, step_problem
+import numpy as np
+
+from planner.plans.refusals import Infeasible, require_schedule
+from planner.steps.graph_problem import StepProblem, StepSurroundings, step_problem
 from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once
-from solvers import Problem, Schedule, replay
-from solvers.problem.chain import RUNS
+from solvers import Chain, Problem, Schedule, replay
+from solvers.graph.registry import DEFAULT_GAP, GraphSolution, solve_graph
+from solvers.highs import Program
+from solvers.problem.chain import RUNS, Option
 from solvers.problem.chain_simulator import ReplayedAction
+from solvers.problem.deadline import Deadline, left_seconds
+from solvers.problem.solution import GraphProblem
 
 _MENU_SECONDS = 1.5  # for all searches of a menu together
 _LEVELS = 6  # of kept bytes, from the least to all, that programs are searched for
@@ -199,3 +205,228 @@ def _unbeaten(choices: list[CallReplay]) -> tuple[CallReplay, ...]:
         if not any(all(a <= b for a, b in zip(other, takes, strict=True)) for other in unbeaten):
             unbeaten[takes] = choice
     return tuple(unbeaten.values())
+
+
+# Of the time that is left, for rounds of less and less room, where the replay of an order is above what its graph says.
+_ROUND_SHARES = (0.8, 0.5, 1.0)
+
+
+class GraphSearch(NamedTuple):
+    """How orders are searched for: by which method, until when, and how near to the bound."""
+
+    solver: str = "auto"
+    time_limit_seconds: float | None = None
+    gap: float = DEFAULT_GAP
+
+
+def order_within(
+    budget_bytes: int, step: StepGraph, around: StepSurroundings, problem: StepProblem, search: GraphSearch
+) -> StepRuns:
+    """The fastest order of a call's ops that is found within a budget.
+
+    Where the replay of an order is above the budget, the next one is found in less room.
+
+    Raises:
+        Infeasible: nothing was found; carries the smallest budget known to be feasible.
+        KeyboardInterrupt: Ctrl-C was pressed.
+    """
+    least_bytes, room_bytes = 0, budget_bytes
+    for share in _ROUND_SHARES:
+        with Deadline(left_seconds() * share):
+            solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=room_bytes), *search)
+        if solution.interrupted:
+            raise KeyboardInterrupt
+        if solution.schedule is None and least_bytes:
+            break
+        runs = runs_of(problem, require_schedule(solution, budget_bytes, search.solver))
+        peak_bytes = around.peak_bytes(step, runs)
+        if peak_bytes <= budget_bytes:
+            return runs
+        least_bytes = min(least_bytes or peak_bytes, peak_bytes)
+        room_bytes -= peak_bytes - budget_bytes
+    raise Infeasible(
+        minimum_budget_bytes=least_bytes,
+        reason="the orders that were found hand over what forward returns and nobody holds",
+        solver=search.solver,
+        budget_bytes=budget_bytes,
+        proven=False,
+    )
+
+
+def runs_of(problem: StepProblem, solution: GraphSolution) -> StepRuns:
+    """The runs of a solution's schedule, without nodes that stand for no op."""
+    turns = [*_turns(problem, solution)]
+    loss = next(k for k, (name, _) in enumerate(turns) if name == problem.loss)
+    forward, backward = ([k for _, ordinals in part for k in ordinals] for part in (turns[:loss], turns[loss + 1 :]))
+    return StepRuns(tuple(forward), tuple(backward))
+
+
+def _turns(problem: StepProblem, solution: GraphSolution) -> Iterator[tuple[str, list[int]]]:
+    """The nodes of a schedule in the order of their runs, with ordinals of the ops that run."""
+    assert solution.schedule is not None
+    ran: set[str] = set()
+    for node in solution.schedule.computed():
+        name = problem.graph.nodes[node].name
+        group = problem.groups.get(name)
+        yield name, [] if group is None else group.ops if name in ran else group.first_run
+        ran.add(name)
+
+
+def first_difference(planned: StepGraph, found: StepGraph, *, sizes_differ: bool = False) -> str:
+    """What differs first between the ops of a plan and those of a model, in words; empty where nothing does.
+
+    Args:
+        planned, found: both graphs.
+        sizes_differ: the bytes of what ops make may be others.
+    """
+    for mine, other in zip(planned.ops, found.ops, strict=False):
+        where = f" in {other.module}" if other.module else ""
+        if (mine.name, mine.op) != (other.name, other.op):
+            return f"{other.name} ({other.op}{where}) where it had {mine.name}"
+        if (mine.reads, mine.makes) != (other.reads, other.makes):
+            return f"{mine.name} ({mine.op}{where}) has other arguments, as where other tensors require gradients"
+        sizes, made = ([graph.storages[s].traced_bytes for s in mine.makes] for graph in (planned, found))
+        if sizes != made and not sizes_differ:
+            return f"{mine.name} ({mine.op}{where}) makes {made} bytes, and made {sizes}"
+    if len(planned.ops) != len(found.ops):
+        return f"{len(found.ops)} ops, not {len(planned.ops)}"
+    return ""
+
+
+_PRICES = 10
+_SECONDS = 2.0  # for each program
+_TOLERANCE = 1e-6  # relative, of HiGHS
+
+
+class LeastCost(NamedTuple):
+    """Bytes kept and seconds of what runs again; no program lies below all of them, whatever a byte costs."""
+
+    kept_bytes: int
+    seconds: float
+
+
+def chain_with_any_programs(chain: Chain, numbers: Sequence[int], menus: Sequence[MenuRecord]) -> Chain:
+    """The chain where captured stages have programs that no other ones beat: for bounds, not to be carried out.
+
+    Args:
+        chain: whose options are keeping everything, and those of the menus.
+        numbers: of each stage that of its menu; -1 for none.
+        menus: of the stages.
+
+    Returns:
+        The chain itself where no stage is captured.
+    """
+    if all(menu.once is None for menu in menus):
+        return chain
+    stages = list(chain.stages)
+    for k, number in enumerate(numbers):
+        if number >= 0 and menus[number].once is not None:
+            stages[k] = replace(chain.stages[k], options=_any_programs(chain.stages[k].options, menus[number]))
+    return replace(chain, stages=tuple(stages))
+
+
+def _any_programs(options: Sequence[Option], menu: MenuRecord) -> tuple[Option, ...]:
+    """Keeping everything, what is no program, and the programs that none beats."""
+    once = menu.once
+    assert once is not None and once.runs is not None and menu.graph is not None
+    replayed = call_replay(menu.graph, once.runs)
+    measured = options[1 + menu.options.index(once)]
+    pace = once.backward_seconds / replayed.backward_seconds if replayed.backward_seconds > 0 else 1.0
+    always_bytes = options[0].kept_bytes - once.freed_bytes - replayed.kept_bytes
+    least = [
+        replace(
+            measured,
+            name="any program",
+            backward_seconds=measured.backward_seconds + pace * cost.seconds,
+            kept_bytes=always_bytes + cost.kept_bytes,
+            kept_output_bytes=0,
+            forward_peak_bytes=0,
+            backward_peak_bytes=0,
+            recompute_peak_bytes=0,
+        )
+        for cost in least_costs(menu.graph)
+    ]
+    others = [option for option, record in zip(options[1:], menu.options, strict=True) if record.runs is None]
+    return (options[0], *others, *least)
+
+
+@functools.lru_cache(maxsize=64)
+def least_costs(graph: StepGraph) -> tuple[LeastCost, ...]:
+    """What no program of a call beats.
+
+    >>> from profiler.step_graph import StepOp, StepStorage
+    >>> made = tuple(StepStorage(size_bytes=size) for size in (4, 2))
+    >>> ops = (StepOp(name="a", op="a", makes=(0,), seconds=1.0), StepOp(name="b", op="b", makes=(1,), seconds=1.0),
+    ...        StepOp(name="c", op="c", side="backward", reads=(0, 1)))
+    >>> costs = least_costs(StepGraph(ops=ops, storages=made, resident_bytes=0))
+    >>> min(cost.seconds + 0.1 * cost.kept_bytes for cost in costs) <= 0.6
+    True
+    """
+    forward = [op for op in graph.ops if op.side == "forward"]
+    ratios = [
+        op.seconds / size_bytes
+        for op in forward
+        if op.seconds > 0 and (size_bytes := sum(graph.storages[s].size_bytes for s in op.makes)) > 0
+    ]
+    least = _LeastPriced(graph)
+    least_bytes = least.value(0.0, 1.0)
+    if not ratios:
+        return (LeastCost(int(least_bytes), 0.0),)
+    prices = [0.0, *np.geomspace(min(ratios) / 2, 2 * sum(op.seconds for op in forward), _PRICES)]
+    values = [0.0, *(least.value(1.0, price) for price in prices[1:])]
+    chords = [LeastCost(int(least_bytes), max(0.0, values[-1] - prices[-1] * least_bytes))]
+    for k in range(1, len(prices)):
+        slope = (values[k] - values[k - 1]) / (prices[k] - prices[k - 1])
+        chords.append(LeastCost(int(slope), max(0.0, values[k] - prices[k] * slope)))
+    return tuple(chords)
+
+
+class _LeastPriced:
+    """The linear program of a call; its rows are the same at every price."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self._graph = graph
+        once = call_replay(graph, runs_once(graph))
+        self._most_seconds, self._most_bytes = max(once.seconds, 1e-9), max(once.kept_bytes, 1)
+        self._program = Program()
+        self._seconds: list[float] = []  # of each variable, and bytes
+        self._bytes: list[int] = []
+        self._maker = {s: k for k, op in enumerate(graph.ops) if op.side == "forward" for s in op.makes}
+        self._keep = {
+            s: self._variable(0.0, 0 if storage.returned else storage.size_bytes)
+            for s, storage in enumerate(graph.storages)
+            if s in self._maker
+        }
+        self._again = {
+            k: self._variable(op.seconds, op.state_bytes) for k, op in enumerate(graph.ops) if op.side == "forward"
+        }
+        for k, op in enumerate(graph.ops):
+            if op.side == "forward" and op.once_reason:
+                self._program.fix(self._again[k], 0.0)
+            for storage in (s for s in op.reads if s in self._keep):
+                if op.side == "backward":
+                    self._program.row(self._available(storage), lower=1.0)
+                else:
+                    self._program.row([*self._available(storage), (self._again[k], -1.0)], lower=0.0)
+
+    def value(self, per_second: float, per_byte: float) -> float:
+        """The least of priced seconds and bytes that a program takes, or less."""
+        scale = per_second * self._most_seconds + per_byte * self._most_bytes
+        priced = zip(self._seconds, self._bytes, strict=True)
+        costs = [(per_second * seconds + per_byte * size_bytes) / scale for seconds, size_bytes in priced]
+        self._program.costs = costs
+        answer = self._program.solve(time_limit_seconds=_SECONDS)
+        if answer.status != "optimal" or answer.values is None:
+            return 0.0
+        value = sum(cost * x for cost, x in zip(costs, answer.values, strict=True)) * scale
+        return max(0.0, float(value) * (1 - _TOLERANCE) - _TOLERANCE * scale * 1e-3)
+
+    def _variable(self, seconds: float, size_bytes: int) -> int:
+        self._seconds.append(seconds)
+        self._bytes.append(size_bytes)
+        return self._program.variable(integral=False)
+
+    def _available(self, storage: int) -> list[tuple[int, float]]:
+        maker = self._maker[storage]
+        made_again = storage not in self._graph.ops[maker].once_makes
+        return [(self._keep[storage], 1.0), *([(self._again[maker], 1.0)] if made_again else [])]

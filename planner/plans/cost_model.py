@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
-from planner.plans.offloadable import input_offload_unit_bytes, kept_offload_unit_bytes
+from planner.plans.offload_request import input_offload_unit_bytes, kept_offload_unit_bytes
 from profiler.op_graph import StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord, Profile, SharedRecord, StageRecord
 from solvers.chain.micro_batches import with_others_unplanned

@@ -10,17 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from planner.plans.call_programs import with_exact_programs
+from planner.plans.call_programs import chain_with_any_programs, with_exact_programs
 from planner.plans.cost_model import chain_of, lone_chain_of
 from planner.plans.given_sources import given_profile
 from planner.plans.headroom import Headroom, headroom_from
-from planner.plans.left_out import never_rerun, obstacle_in_words, remedy_in_words
 from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
 from planner.plans.plan import Plan, PlannedStage, chain_in
 from planner.plans.plan_claims import Interrupted
-from planner.plans.program_bound import chain_with_any_programs
-from planner.plans.refusals import FEWER_STATES, Infeasible, require_schedule
+from planner.plans.refusals import (
+    FEWER_STATES,
+    Infeasible,
+    never_rerun,
+    obstacle_in_words,
+    remedy_in_words,
+    require_schedule,
+)
 from planner.plans.stage_decisions import (
     accepted_by,
     undecided_stages,

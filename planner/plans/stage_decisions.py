@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from planner.plans.lowering import LoweredSchedule, can_carry_out, lower_schedule
-from planner.plans.offloadable import input_offload_units, offload_units_among, sent_bytes
+from planner.plans.offload_request import input_offload_units, offload_units_among, sent_bytes
 from planner.plans.plan import PlannedStage, StageDecision
 from profiler.records import MenuRecord, OptionRecord, Profile
 from solvers import Chain, Schedule

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.plans.left_out import obstacle_in_words, remedy_in_words
 from planner.plans.plan import Plan
+from planner.plans.refusals import obstacle_in_words, remedy_in_words
 from planner.units import format_bytes, format_seconds
 from profiler.records import is_of_whole_model
 

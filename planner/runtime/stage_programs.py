@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from planner.plans.graph_solving import first_difference
+from planner.plans.call_programs import first_difference
 from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.plan_checks import PlanWarnings

@@ -12,7 +12,7 @@ import torch
 
 import planner
 from planner import zoo
-from planner.plans import offloadable
+from planner.plans import offload_request
 from planner.runtime import applier
 from planner.runtime.copy_engines import SimulatedCopyEngine
 from profiler.workload.workload import Workload
@@ -39,7 +39,7 @@ STAGES = {name: ["down.*", "up.*"] if name == "skip" else ["blocks.*"] for name 
 @pytest.fixture(autouse=True)
 def small_offload_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are tiny."""
-    monkeypatch.setattr(offloadable, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
+    monkeypatch.setattr(offload_request, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedCopyEngine]:
 @pytest.fixture(scope="module")
 def profiles() -> Iterator[dict[str, planner.Profile]]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(offloadable, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
+    patch.setattr(offload_request, "SMALLEST_OFFLOAD_UNIT_BYTES", 64)
     yield {name: planner.profile(workload(name), stages=STAGES[name]) for name in MODELS}
     patch.undo()
 

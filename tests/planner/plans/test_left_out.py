@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner.plans.left_out import blocks_in_words
+from planner.plans.refusals import blocks_in_words
 from tests.support.blocked_models import blocked_workload
 from tests.support.command_line import run
 

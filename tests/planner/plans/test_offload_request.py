@@ -16,12 +16,14 @@ from planner.explain.peak import predicted_peak
 from planner.explain.timeline import predicted_timelines
 from planner.explain.timeline_plot import timeline_figure
 from planner.plans.cost_model import chain_of
-from planner.plans.offload_request import link_document, link_from, usable_link
-from planner.plans.offloadable import (
+from planner.plans.offload_request import (
     SMALLEST_OFFLOAD_UNIT_BYTES,
     input_offload_units,
     kept_offload_unit_bytes,
     kept_offload_units,
+    link_document,
+    link_from,
+    usable_link,
 )
 from profiler.records import LinkRecord, Profile
 from solvers import Link

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.plans.offloadable import SMALLEST_OFFLOAD_UNIT_BYTES, offload_units_among
+from planner.plans.offload_request import SMALLEST_OFFLOAD_UNIT_BYTES, offload_units_among
 from profiler.op_graph import StageOp, StageOps, StageStorage
 
 INPUT, PARAMETER, FIRST, SECOND = range(4)

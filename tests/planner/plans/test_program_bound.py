@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import planner
-from planner.plans.call_programs import program_menu
+from planner.plans.call_programs import chain_with_any_programs, least_costs, program_menu
 from planner.plans.cost_model import chain_of
-from planner.plans.program_bound import chain_with_any_programs, least_costs
 from profiler.program_replay import call_replay, runs_with
 from profiler.step_graph import StepGraph, StepOp, StepStorage, runs_once
 from solvers import Problem, solve_chain

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.plans.rule_patterns import makers_of_outputs, ops_inside
-from planner.plans.rule_resolution import StageDirective, resolve_rules
-from planner.plans.rules import Rule, Rules
+from planner.plans.rules import Rule, Rules, makers_of_outputs, ops_inside
+from planner.plans.stated_plan import StageDirective, resolve_rules
 from profiler.op_graph import ChoiceError, NamedStage, StageOp, StageOps, StageStorage
 
 # A block: norm, then a module "mlp" of a linear layer, an activation and a linear layer, then a sum. Storage 0 is the

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 
-from planner.training.background import Background
+from planner.training.plan_cache import Background
 
 
 def test_jobs_run_in_order_on_one_other_thread() -> None:
@@ -52,7 +52,7 @@ def test_closing_waits_for_the_job_under_way_and_drops_the_others() -> None:
 def test_at_the_end_of_the_program_no_further_job_begins() -> None:
     code = (
         "import threading, time\n"
-        "from planner.training.background import Background\n"
+        "from planner.training.plan_cache import Background\n"
         "background, began = Background('jobs', failed=print), threading.Event()\n"
         "background.submit(lambda: (began.set(), time.sleep(0.5), print('first')))\n"
         "background.submit(lambda: print('second'))\n"

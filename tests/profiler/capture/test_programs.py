@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planner import zoo
-from planner.plans.graph_solving import runs_of
+from planner.plans.call_programs import runs_of
 from planner.steps.graph_problem import StepSurroundings, step_problem
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import capture_call
