@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(files, tmp_pat
 
 @pytest.mark.slow
 def test_of_several_ranks_one_says_that_it_has_no_room_and_runs_no_step_again(files, needed, monkeypatch):
-    monkeypatch.setattr(training, "ranks_if_any", lambda: SimpleNamespace(rank=1))
+    monkeypatch.setattr(training, "current_ranks", lambda: SimpleNamespace(rank=1))
     result = train(files, 0.8 * needed[0], "--json")
     assert result.exit_code == 3
     document = json.loads(result.stdout)
