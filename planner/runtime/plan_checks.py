@@ -118,7 +118,7 @@ def warn_of_a_retained_graph(warn: PlanWarnings) -> None:
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # without a stub
     if torch._C._current_graph_task_id() != -1 and autograd._get_current_graph_task_keep_graph():
         warn.say(
-            "planner.apply: retain_graph=True or create_graph=True holds what this backward passes, and what is "
+            "planner.apply: retain_graph=True or create_graph=True keeps what this backward used, and what was "
             "recomputed for it, until its graph is freed; the peak is not promised. Add the losses up and call "
             "backward once"
         )

@@ -53,7 +53,7 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda made: planner.profile(workload(), stages=["layers.*"]), "'layers.*'", "nearest: 0, 1, 2"),
     (lambda made: planner.solve(made["profile"], 0.8), "got 0.8", "write 80%"),
     (lambda made: planner.solve(made["profile"], "0.8"), "without a unit", "write 80%"),
-    (lambda made: planner.solve(made["profile"], 80), "got 80 (80 B", "did you mean 80%?"),
+    (lambda made: planner.solve(made["profile"], 80), "80 bytes (80 B;", "did you mean 80%?"),
     (lambda made: planner.solve(made["profile"], "80%", solver="ilpp"), "got 'ilpp'", "did you mean ilp?"),
     (lambda made: planner.solve(made["work"], "80%"), "got a Workload", "profile it first"),
     (lambda made: planner.solve(made["plan"], "80%"), "got a Plan", "pass the profile that it was made from"),

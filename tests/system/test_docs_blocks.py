@@ -14,12 +14,13 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import typer.main
 
 from planner.cli.commands import app
+from planner.cli.output import Output
 from tests.support.doc_blocks import COMMANDS, PAGES, PRINTED, READ_ELSEWHERE, ROOT, RUN, Block, blocks_in, blocks_of
 
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
@@ -81,10 +82,21 @@ def captured():
 
 
 def run_planner(words: list[str]) -> tuple[int, str]:
-    """Run what the console script runs, in this process; its exit code and what it printed."""
+    """Run what the console script runs, in this process; its exit code and what it printed.
+
+    With ``> FILE`` at the end its stdout goes into that file.
+    """
+    if words[-2:-1] == [">"]:
+        with Path(words[-1]).open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+            return _ran(words[:-2], sys.stdout)
+    return _ran(words)
+
+
+def _ran(words: list[str], stdout: TextIO | None = None) -> tuple[int, str]:
     assert words[0] == "planner", f"expected a planner command, got {words[0]!r}; mark its block with a reason to skip"
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="planner")
-    with captured() as output, pytest.MonkeyPatch.context() as patch:
+    redirected = contextlib.nullcontext() if stdout is None else contextlib.redirect_stdout(stdout)
+    with captured() as output, redirected, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
         patch.setattr(sys, "path", list(sys.path))
         try:
@@ -137,7 +149,7 @@ def check_options(name: str, args: list[str]) -> None:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert name in commands, f"there is no command {name!r}"
     try:
-        commands[name].make_context(name, args)
+        commands[name].make_context(name, args, obj=Output())
     except Exception as error:  # typer has a private copy of click, whose errors have no public name
         raise AssertionError(f"planner {name}: {error}") from error
 

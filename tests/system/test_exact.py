@@ -218,7 +218,7 @@ def test_a_retained_graph_can_go_backward_twice() -> None:
     with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
         loss = work.forward()
         parameters = [p for p in work.model.parameters() if p.requires_grad]
-        with pytest.warns(RuntimeWarning, match="retain_graph=True .* held until the graph goes"):
+        with pytest.warns(RuntimeWarning, match="retain_graph=True .* until its graph is freed"):
             first = torch.autograd.grad(loss, parameters, retain_graph=True)
         second = torch.autograd.grad(loss, parameters)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

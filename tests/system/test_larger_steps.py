@@ -87,7 +87,7 @@ def test_a_frozen_part_that_is_trained_now_is_said_once() -> None:
         assert said_in(work) == []
         work.model.get_submodule("blocks.3").requires_grad_(True)
         said = said_in(work)
-    assert sum("a frozen one that is trained now; the peak is not promised" in line for line in said) == 1
+    assert sum("(a frozen one that is trained now); the peak is not promised" in line for line in said) == 1
 
 
 def test_of_two_frozen_parts_the_one_that_is_trained_later_gets_its_gradient() -> None:

@@ -220,7 +220,7 @@ def test_a_step_between_sizes_that_only_the_forward_knows_of_is_found():
 
 @pytest.mark.slow
 def test_a_target_that_takes_no_double_of_the_step_is_told_of_the_step():
-    with pytest.raises(ValueError, match=r"batch=2 and its doubles.*--step"):
+    with pytest.raises(ValueError, match=r"batch=2 and its doubles.*--vary"):
         search(lambda batch: plain(3, batch, lambda size: size % 3 == 0), 10**6, step=2)
 
 

@@ -107,7 +107,7 @@ def test_problem_files_have_no_allocator(tmp_path):
     graph = {"format": "planner-graph", "version": 1, "resident_bytes": 0, "outputs": ["a"]}
     nodes = [{"name": "a", "seconds": 1.0, "output_bytes": 8, "inputs": []}]
     (tmp_path / "step.json").write_text(json.dumps({**graph, "nodes": nodes}))
-    assert "--headroom: expected a profile" in refused(
+    assert "--headroom: a problem file has no device" in refused(
         "solve", tmp_path / "step.json", "--budget", "100%", "--headroom", "1%"
     )
 

@@ -163,7 +163,7 @@ ODD = "[/]<img src=x onerror=document.title='ran'><b>$x^$"
 
 def test_what_others_call_their_modules_is_text(files, browser, tmp_path):
     document = json.loads((files / "plan.json").read_text())
-    name = next(stage["name"] for stage in document["stages"] if stage["kind"] == "stage")
+    name = next(stage["record"]["name"] for stage in document["stages"] if stage["record"]["kind"] == "stage")
     (tmp_path / "plan.json").write_text(json.dumps(document).replace(f'"{name}"', json.dumps(ODD)))
     write_report(planner.Plan.load(tmp_path / "plan.json"), tmp_path / "report.html")
     opened = pages_of(browser, tmp_path / "report.html")
