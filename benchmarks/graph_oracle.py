@@ -17,9 +17,9 @@ from benchmarks.random_graphs import random_tiny_graph
 from benchmarks.reporting import RESULTS, write_result
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
-from solvers.graph.registry import GraphSolution
-from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.solution import GraphProblem
+from solvers.problem.graph import Graph
+from solvers.problem.simulator import replay
+from solvers.problem.solution import Solution
 
 SEEDS = 1000
 LIMIT_SECONDS = 2.0
@@ -32,7 +32,8 @@ RELATIVE = 1e-6  # what the integer programs are solved to
 class Instance:
     """A problem and its optimum; ``optimum_seconds`` None where there is no schedule."""
 
-    problem: GraphProblem
+    graph: Graph
+    budget_bytes: int
     optimum_seconds: float | None
 
 
@@ -64,10 +65,10 @@ def instances(seeds: Sequence[int]) -> Iterator[Instance]:
 def _instance(indexed: IndexedGraph, budget_bytes: int) -> Instance:
     order = exhaustive.solve(indexed, budget_bytes)
     optimum = None if order is None else seconds_of(indexed, order)
-    return Instance(problem=GraphProblem(graph=indexed.graph, budget_bytes=budget_bytes), optimum_seconds=optimum)
+    return Instance(graph=indexed.graph, budget_bytes=budget_bytes, optimum_seconds=optimum)
 
 
-def judge(instance: Instance, solution: GraphSolution) -> list[str]:
+def judge(instance: Instance, solution: Solution) -> list[str]:
     """What can be said of an answer; seconds are small whole numbers here, so equal means equal."""
     optimum = instance.optimum_seconds
     if optimum is None:
@@ -77,8 +78,8 @@ def judge(instance: Instance, solution: GraphSolution) -> list[str]:
     said = ["bound_above"] if solution.lower_bound_seconds > optimum * (1 + RELATIVE) else []
     if solution.schedule is None:
         return [*said, "infeasible_wrongly" if solution.status == "infeasible" else "no_plan_found"]
-    replayed = replay_graph(instance.problem.graph, solution.schedule)
-    assert replayed.peak_bytes <= instance.problem.budget_bytes
+    replayed = replay(instance.graph, solution.schedule)
+    assert replayed.peak_bytes <= instance.budget_bytes
     if replayed.seconds > optimum:
         return [*said, "above", *(["optimal_wrongly"] if solution.status == "optimal" else [])]
     return [*said, "equal" if replayed.seconds == optimum else "below"]
@@ -89,7 +90,9 @@ def tally(solver: str, asked: Sequence[Instance]) -> Tally:
     result = Tally(solver=solver)
     for instance in asked:
         begin = time.perf_counter()
-        solution = solve_with_any(instance.problem, solver, SHORT_SECONDS.get(solver, LIMIT_SECONDS), gap=0.0)
+        solution = solve_with_any(
+            instance.graph, instance.budget_bytes, solver, SHORT_SECONDS.get(solver, LIMIT_SECONDS), gap=0.0
+        )
         result.wall_seconds += time.perf_counter() - begin
         result.counts.update(judge(instance, solution))
     return result

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.methods.published import solve_with_any
-from solvers.graph.registry import DEFAULT_SECONDS, GraphSolution
+from solvers.graph.registry import DEFAULT_SECONDS
 from solvers.problem.graph import Graph
-from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.solution import GraphProblem
+from solvers.problem.simulator import replay
+from solvers.problem.solution import Solution
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_SECONDS = 60.0  # beyond its time limit, before a solve is killed
@@ -83,17 +83,18 @@ def run_apart(task: Task, grace_seconds: float = GRACE_SECONDS) -> Outcome:
 def solve_here(task: Task) -> Outcome:
     """Solve in this process."""
     graph = read_graph(Path(task.path))
-    problem = GraphProblem(graph=graph, budget_bytes=task.budget_bytes)
     idle, begin = peak_resident_mib(), time.perf_counter()
     try:
-        solution = solve_with_any(problem, task.solver, task.limit_seconds, task.gap)
+        solution = solve_with_any(graph, task.budget_bytes, task.solver, task.limit_seconds, task.gap)
     except ValueError as error:
         return Outcome(status="refused", wall_seconds=time.perf_counter() - begin, remark=str(error))
     wall = time.perf_counter() - begin
-    return _outcome(problem, solution, wall, idle)
+    return _outcome(graph, task.budget_bytes, solution, wall, idle)
 
 
-def _outcome(problem: GraphProblem, solution: GraphSolution, wall_seconds: float, idle_mib: float | None) -> Outcome:
+def _outcome(
+    graph: Graph, budget_bytes: int, solution: Solution, wall_seconds: float, idle_mib: float | None
+) -> Outcome:
     memory = peak_resident_mib()
     if solution.schedule is None:
         bound = None if solution.status == "infeasible" else solution.lower_bound_seconds
@@ -105,8 +106,8 @@ def _outcome(problem: GraphProblem, solution: GraphSolution, wall_seconds: float
             idle_mib=idle_mib,
             remark="" if solution.shortage is None else solution.shortage.reason,
         )
-    replayed = replay_graph(problem.graph, solution.schedule)
-    assert replayed.peak_bytes <= problem.budget_bytes
+    replayed = replay(graph, solution.schedule)
+    assert replayed.peak_bytes <= budget_bytes
     return Outcome(
         status=solution.status,
         wall_seconds=wall_seconds,

@@ -5,13 +5,11 @@ import sys
 from solvers.chain import revolve
 from solvers.chain.registry import frontier, solve_chain, solver_names
 from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
-from solvers.problem.chain import Action, Chain, Option, Schedule, Stage
-from solvers.problem.chain_simulator import Replay, ReplayError, replay
-from solvers.problem.copy_engines import Copy
-from solvers.problem.graph import Graph, GraphAction, GraphSchedule, Node
-from solvers.problem.graph_simulator import GraphReplay, GraphReplayError, replay_graph
-from solvers.problem.link import Link
-from solvers.problem.solution import GraphProblem, Problem, Shortage, Solution
+from solvers.problem.chain import Chain, Link, Option, Stage
+from solvers.problem.graph import Graph, Node
+from solvers.problem.schedule import Action, Schedule
+from solvers.problem.simulator import Copy, Replay, ReplayError, replay
+from solvers.problem.solution import Problem, Shortage, Solution
 
 __all__ = [
     "Chain",
@@ -22,19 +20,13 @@ __all__ = [
     "Link",
     "Copy",
     "Problem",
-    "GraphProblem",
     "Solution",
     "Shortage",
     "Schedule",
     "Action",
-    "GraphSchedule",
-    "GraphAction",
     "Replay",
     "replay",
     "ReplayError",
-    "GraphReplay",
-    "replay_graph",
-    "GraphReplayError",
     "solve_chain",
     "frontier",
     "solver_names",

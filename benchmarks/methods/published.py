@@ -9,8 +9,9 @@ from unittest.mock import patch
 from benchmarks.methods import checkmate, intervals, lower_sets
 from solvers.arrays import Mask
 from solvers.graph.incumbent import Incumbent
-from solvers.graph.registry import DEFAULT_GAP, METHODS, GraphSolution, Method, graph_solver_names, solve_graph
-from solvers.problem.solution import GraphProblem
+from solvers.graph.registry import DEFAULT_GAP, METHODS, Method, graph_solver_names, solve_graph
+from solvers.problem.graph import Graph
+from solvers.problem.solution import Solution
 
 
 def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method:
@@ -39,8 +40,12 @@ def method_names() -> tuple[str, ...]:
 
 
 def solve_with_any(
-    problem: GraphProblem, solver: str, time_limit_seconds: float | None = None, gap: float = DEFAULT_GAP
-) -> GraphSolution:
+    graph: Graph,
+    budget_bytes: int,
+    solver: str,
+    time_limit_seconds: float | None = None,
+    gap: float = DEFAULT_GAP,
+) -> Solution:
     """``solve_graph``, by one of ``method_names()``."""
     with patch.dict(METHODS, PUBLISHED):
-        return solve_graph(problem, solver, time_limit_seconds, gap)
+        return solve_graph(graph, budget_bytes, solver, time_limit_seconds, gap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +23,9 @@ from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.baselines import keep_all_replay
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import DEFAULT_GAP, solve_graph
-from solvers.problem.chain import RUNS
-from solvers.problem.graph import Graph, GraphSchedule
-from solvers.problem.graph_simulator import GraphReplay, replay_graph
-from solvers.problem.link import Link
-from solvers.problem.solution import GraphProblem
+from solvers.problem.chain import Link
+from solvers.problem.graph import Graph
+from solvers.problem.schedule import RUNS, Schedule
 
 CHAIN_FORMAT, CHAIN_VERSION = "planner-chain-solution", 1
 GRAPH_FORMAT, GRAPH_VERSION = "planner-graph-solution", 1
@@ -130,9 +129,9 @@ def summary_of_plan(plan: Plan) -> SolutionSummary:
 
 
 def summary_of_solution(
-    solution: Solution[Schedule] | Solution[GraphSchedule],
-    replayed: Replay | GraphReplay,
-    unplanned: Replay | GraphReplay,
+    solution: Solution,
+    replayed: Replay,
+    unplanned: Replay,
     *,
     budget_bytes: int,
     resident_bytes: int,
@@ -310,7 +309,7 @@ def _kept_bytes(chain: Chain, k: int, kept: Mapping[int, int], freed: set[int]) 
 
 def solve_graph_problem(
     graph: Graph, budget: str, *, solver: str, time_limit_seconds: float | None
-) -> tuple[SolutionSummary, GraphSchedule]:
+) -> tuple[SolutionSummary, Schedule]:
     """Solve a graph for ``budget``; the summary of its solution, and the schedule.
 
     Raises:
@@ -319,20 +318,21 @@ def solve_graph_problem(
     """
     unplanned = unplanned_replay(graph)
     budget_bytes = parse_bytes(budget, whole_bytes=unplanned.peak_bytes)
-    problem = GraphProblem(graph=graph, budget_bytes=min(budget_bytes, all_bytes(graph)))  # 64 bits hold it
-    solution = solve_graph(problem, solver, time_limit_seconds, DEFAULT_GAP)
+    within_bytes = min(budget_bytes, all_bytes(graph))  # 64 bits hold it
+    solution = solve_graph(graph, within_bytes, solver, time_limit_seconds, DEFAULT_GAP)
     schedule = require_schedule(solution, budget_bytes, solver).schedule
     assert schedule is not None
-    replayed = replay_graph(graph, schedule)
+    replayed = replay(graph, schedule)
+    runs_of = Counter(schedule.nodes_run())
     nodes = tuple(
         StageSummary(
             name=node.name,
             side=node.side,
-            decision="recompute" if runs > 1 else "keep",
-            runs=runs,
-            extra_seconds=node.seconds * (runs - 1),
+            decision="recompute" if runs_of[place] > 1 else "keep",
+            runs=runs_of[place],
+            extra_seconds=node.seconds * (runs_of[place] - 1),
         )
-        for node, runs in zip(graph.nodes, replayed.runs, strict=True)
+        for place, node in enumerate(graph.nodes)
     )
     summary = summary_of_solution(
         solution,
@@ -345,10 +345,10 @@ def solve_graph_problem(
     return summary, schedule
 
 
-def graph_solution_file(summary: SolutionSummary, graph: Graph, schedule: GraphSchedule) -> dict[str, Any]:
+def graph_solution_file(summary: SolutionSummary, graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """What ``solve -o`` writes for a graph: the summary, and the actions by the names of their nodes."""
     file_format = {"format": GRAPH_FORMAT, "version": GRAPH_VERSION}
-    return {**file_format, **summary.to_document(), "actions": schedule.to_list(graph)}
+    return {**file_format, **summary.to_document(), "actions": graph.actions_of(schedule)}
 
 
 def title_of(source: Source, path: Path) -> str:

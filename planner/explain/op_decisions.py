@@ -15,7 +15,7 @@ from planner.plans.short_names import common_path, names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.op_graph import ChoiceError, StageOps, is_allocation
 from profiler.records import MenuRecord, OptionRecord
-from solvers.problem.chain import RUNS
+from solvers.problem.schedule import RUNS
 
 OpOutcome = Literal["recomputed", "kept", "not needed", "view"]
 _SMALL = 10  # what an op frees is no reason to run it again where an op that reads it frees so many times more

@@ -18,8 +18,8 @@ from profiler.op_graph import StageOps, kind_of
 from profiler.program_replay import random_state_bytes
 from profiler.records import MenuRecord, OptionRecord, ResidentBytes
 from solvers import Chain, Schedule
-from solvers.problem.chain import RUNS
-from solvers.problem.chain_simulator import LiveSet, alive_before, alive_before_each
+from solvers.problem.schedule import RUNS
+from solvers.problem.simulator import LiveSet, alive_before, alive_before_each
 
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"

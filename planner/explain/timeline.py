@@ -13,16 +13,15 @@ from planner.pictures import AxisUnits, units_up_to
 from planner.plans.plan import Plan
 from solvers import Chain, Schedule, replay
 from solvers.chain import baselines
-from solvers.problem.chain import RUNS
-from solvers.problem.chain_simulator import ReplayedAction
-from solvers.problem.copy_engines import Copy
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
+from solvers.problem.schedule import RUNS, ActionKind
+from solvers.problem.simulator import Copy, ReplayedAction
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PhaseName = Literal["forward", "backward", "optimizer"]
-SpanKind = Literal["forward", "recompute", "loss", "backward", "free", "offload", "release", "prefetch", "optimizer"]
+SpanKind = ActionKind | Literal["loss", "optimizer"]
 _TIMES, _SIZES = ("start_seconds", "seconds"), ("bytes_before", "bytes_peak", "bytes_after")
 COLUMNS = ("series", "phase", "stage", "action", *_TIMES, *_SIZES)
 

@@ -17,12 +17,13 @@ from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once
 from solvers import Chain, Problem, Schedule, replay
-from solvers.graph.registry import DEFAULT_GAP, GraphSolution, solve_graph
+from solvers.graph.registry import DEFAULT_GAP, solve_graph
 from solvers.highs import Program
-from solvers.problem.chain import RUNS, Option
-from solvers.problem.chain_simulator import ReplayedAction
+from solvers.problem.chain import Option
 from solvers.problem.deadline import Deadline, left_seconds
-from solvers.problem.solution import GraphProblem
+from solvers.problem.schedule import RUNS
+from solvers.problem.simulator import ReplayedAction
+from solvers.problem.solution import Solution
 
 _MENU_SECONDS = 1.5  # for all searches of a menu together
 _LEVELS = 6  # of kept bytes, from the least to all, that programs are searched for
@@ -233,7 +234,7 @@ def order_within(
     least_bytes, room_bytes = 0, budget_bytes
     for share in _ROUND_SHARES:
         with Deadline(left_seconds() * share):
-            solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=room_bytes), *search)
+            solution = solve_graph(problem.graph, room_bytes, *search)
         if solution.interrupted:
             raise KeyboardInterrupt
         if solution.schedule is None and least_bytes:
@@ -253,7 +254,7 @@ def order_within(
     )
 
 
-def runs_of(problem: StepProblem, solution: GraphSolution) -> StepRuns:
+def runs_of(problem: StepProblem, solution: Solution) -> StepRuns:
     """The runs of a solution's schedule, without nodes that stand for no op."""
     turns = [*_turns(problem, solution)]
     loss = next(k for k, (name, _) in enumerate(turns) if name == problem.loss)
@@ -261,11 +262,11 @@ def runs_of(problem: StepProblem, solution: GraphSolution) -> StepRuns:
     return StepRuns(tuple(forward), tuple(backward))
 
 
-def _turns(problem: StepProblem, solution: GraphSolution) -> Iterator[tuple[str, list[int]]]:
+def _turns(problem: StepProblem, solution: Solution) -> Iterator[tuple[str, list[int]]]:
     """The nodes of a schedule in the order of their runs, with ordinals of the ops that run."""
     assert solution.schedule is not None
     ran: set[str] = set()
-    for node in solution.schedule.computed():
+    for node in solution.schedule.nodes_run():
         name = problem.graph.nodes[node].name
         group = problem.groups.get(name)
         yield name, [] if group is None else group.ops if name in ran else group.first_run

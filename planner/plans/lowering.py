@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from planner.plans.plan import PlannedStage
-from solvers.problem.chain import RUNS, TRANSFERS, Action, ActionKind, Schedule
+from solvers.problem.schedule import RUNS, TRANSFERS, Action, ActionKind, Schedule
 
 RerunMode = Literal["drop", "keep", "until_saved"]
 _Phases = list[tuple[int, list[Action]]]  # each stage that goes backward, in order, with the actions before it
@@ -151,7 +151,7 @@ def _split_end(actions: list[Action]) -> tuple[list[Action], list[Action]]:
     waits = False
     forward, waiting = actions[: last + 1], []
     for action in actions[last + 1 :]:
-        waits = waits or action.kind == "prefetch"
+        waits = waits or action.kind == "fetch"
         (waiting if waits and action.kind in TRANSFERS else forward).append(action)
     return forward, waiting
 

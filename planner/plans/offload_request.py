@@ -14,8 +14,8 @@ from planner.units import format_bytes, parse_bytes_or_zero
 from profiler.op_graph import StageOps
 from profiler.records import LinkRecord, Profile
 from solvers import Chain, Schedule
-from solvers.problem.chain import RUNS
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
+from solvers.problem.schedule import RUNS
 
 OffloadMode = Literal["auto", "never", "only"]
 MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
@@ -189,7 +189,7 @@ def sent_bytes(chain: Chain, schedule: Schedule) -> Counter[int]:
     for action in schedule.actions:
         if action.kind in RUNS and action.option is not None:
             options[action.stage] = action.option
-        elif action.kind == "offload":
+        elif action.kind == "send":
             stage = chain.stages[action.stage]
             option = options.get(action.stage)
             units = stage.offload_units if option is None else stage.options[option].offload_units

@@ -22,10 +22,9 @@ from solvers.chain.baselines import keep_all_replay
 from solvers.chain.lower_bound import bound_seconds
 from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
-from solvers.graph.registry import GraphSolution, graph_frontier
+from solvers.graph.registry import graph_frontier
+from solvers.problem.chain import Link
 from solvers.problem.graph import Graph
-from solvers.problem.link import Link
-from solvers.problem.solution import AnySchedule
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,7 +128,7 @@ def _graph_curves(graph: Graph, solvers: Sequence[str] | None, time_limit_second
 
 def _solved_in_turn(
     graph: Graph, solvers: Sequence[str] | None, time_limit_seconds: float | None
-) -> tuple[list[tuple[str, GraphSolution]], list[str]]:
+) -> tuple[list[tuple[str, Solution]], list[str]]:
     names = list(solvers or GRAPH_SOLVERS)
     limit_seconds = GRAPH_SECONDS if time_limit_seconds is None else time_limit_seconds
     if not limit_seconds > 0:
@@ -149,10 +148,10 @@ def _table(rows: list[CurveRow], **attributes: Any) -> pd.DataFrame:
 
 def _graph_solutions(
     graph: Graph, names: list[str], time_limit_seconds: float
-) -> tuple[list[tuple[str, GraphSolution]], list[str]]:
+) -> tuple[list[tuple[str, Solution]], list[str]]:
     """Every method's solutions, and the methods that came to no turn."""
     deadline = time.perf_counter() + time_limit_seconds
-    solutions: list[tuple[str, GraphSolution]] = []
+    solutions: list[tuple[str, Solution]] = []
     for k, name in enumerate(names):
         seconds_left = deadline - time.perf_counter()
         if seconds_left <= 0:
@@ -162,7 +161,7 @@ def _graph_solutions(
     return solutions, []
 
 
-def _complete(solutions: list[Solution[AnySchedule]]) -> list[Solution[AnySchedule]]:
+def _complete(solutions: list[Solution]) -> list[Solution]:
     """A method's solutions, where Ctrl-C did not end it."""
     if any(solution.interrupted for solution in solutions):
         raise KeyboardInterrupt
@@ -202,7 +201,7 @@ def _kept_whole(chain: Chain, link: Link | None) -> CurveRow:
     return _unplanned(whole.peak_bytes, whole.seconds, status)._replace(lower_bound_seconds=bound)
 
 
-def _row(solution: Solution[Any], name: str, *, outside_seconds: float = 0.0) -> CurveRow:
+def _row(solution: Solution, name: str, *, outside_seconds: float = 0.0) -> CurveRow:
     assert solution.peak_bytes is not None and solution.seconds is not None
     return CurveRow(
         solver=name,

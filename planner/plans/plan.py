@@ -15,8 +15,9 @@ from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import check_positions, from_plain, read_document, to_plain
 from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes, StageRecord
-from solvers.problem.chain import RUNS, TRANSFERS, Action, Chain, Schedule
-from solvers.problem.chain_simulator import replay
+from solvers.problem.chain import Chain
+from solvers.problem.schedule import RUNS, TRANSFERS, Action, Schedule
+from solvers.problem.simulator import replay
 
 StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]
 _DONE: dict[StageDecision, str] = {

@@ -14,7 +14,7 @@ from planner.pictures import AliveDuring, SvgPicture, small_timeline
 from planner.units import counted, format_bytes, format_seconds
 from profiler.json_files import write_document
 from profiler.target_record import TargetRecord
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
 
 FORMAT = "planner-plan"
 VERSION = 3

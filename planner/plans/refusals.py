@@ -12,7 +12,7 @@ from typing import Any, Literal
 from planner.plans.short_names import names_in_short
 from planner.units import format_bytes, format_seconds
 from profiler.records import LeftOutRecord, Profile, StageRecord
-from solvers.problem.solution import AnySchedule, Solution
+from solvers.problem.solution import Solution
 
 # A budget of so few bytes, where a real step needs so many, is a share whose % was forgotten.
 _MOST_SHARE, _REAL_BYTES = 100, 2**16
@@ -100,8 +100,8 @@ class Infeasible(ValueError):
 
 
 def require_schedule(
-    solution: Solution[AnySchedule], budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
-) -> Solution[AnySchedule]:
+    solution: Solution, budget_bytes: int, solver: str, seconds_outside_chain: float = 0.0
+) -> Solution:
     """Returns the solution itself, where it has a schedule.
 
     Raises:

@@ -36,7 +36,7 @@ from planner.plans.stage_decisions import (
 from planner.units import format_bytes, parse_bytes
 from profiler.progress import tell
 from profiler.records import MenuRecord, Profile
-from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
+from solvers import Chain, Problem, Solution, replay, solve_chain
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.chain.minimum_memory import shortage
@@ -486,7 +486,7 @@ def solver_for(offload_request: Offload, solver: str) -> str:
 
 def feasible_solution(
     problem: Problem, solver: str, time_limit_seconds: float | None, seconds_outside_chain: float = 0.0
-) -> Solution[Schedule]:
+) -> Solution:
     """The solver's answer for a chain; raises Infeasible where it has none.
 
     ``seconds_outside_chain`` of a step lie outside the chain: a refusal's bound has them.
@@ -497,7 +497,7 @@ def feasible_solution(
 
 def feasible_beside_others(
     problem: Problem, beside: Beside, solver: str, time_limit_seconds: float | None
-) -> tuple[Problem, Solution[Schedule]]:
+) -> tuple[Problem, Solution]:
     """The same for one micro-batch of several that are in flight: ``auto`` asks its quick methods alone."""
     seconds = SEARCH_SECONDS if solver == "auto" and time_limit_seconds is None else time_limit_seconds
     problem, solution = solve_beside_others(problem, beside, solver, seconds)
@@ -507,7 +507,7 @@ def feasible_beside_others(
 def plan_of(
     profile: Profile,
     problem: Problem,
-    solution: Solution[Schedule],
+    solution: Solution,
     *,
     no_offload: str = "",
     offload_only: bool = False,
@@ -553,7 +553,7 @@ def plan_of(
 
 def schedule_fields(
     problem: Problem,
-    solution: Solution[Schedule],
+    solution: Solution,
     stages: Sequence[PlannedStage],
     menus: Sequence[MenuRecord],
     seconds_outside_chain: float,

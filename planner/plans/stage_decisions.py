@@ -12,8 +12,8 @@ from planner.plans.offload_request import input_offload_units, offload_units_amo
 from planner.plans.plan import PlannedStage, StageDecision
 from profiler.records import MenuRecord, OptionRecord, Profile
 from solvers import Chain, Schedule
-from solvers.problem.chain import RUNS
-from solvers.problem.chain_simulator import Replay
+from solvers.problem.schedule import RUNS
+from solvers.problem.simulator import Replay
 from solvers.problem.solution import Accepts
 
 _ROUNDING_SECONDS = 1e-12  # less is what sums leave

@@ -44,7 +44,7 @@ from solvers.chain.fixed_stages import expanded, restricted
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import shortage_of
 from solvers.chain.segments import Segment, segmented_schedule
-from solvers.problem.chain import RUNS, Action
+from solvers.problem.schedule import RUNS, Action
 
 SOLVER = "by hand"
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
@@ -199,7 +199,7 @@ def _as_programs(profile: Profile, schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(actions))
 
 
-def _with_proofs(solved: Solution[Schedule], problem: Problem, spans: Sequence[Segment]) -> Solution[Schedule]:
+def _with_proofs(solved: Solution, problem: Problem, spans: Sequence[Segment]) -> Solution:
     """The solution with claims that are proven of the chain without its shared tensors.
 
     The restricted chain may count those for longer than they are held.

@@ -55,7 +55,7 @@ from profiler.workload.given_models import (
 from profiler.workload.steps import check_workload
 from profiler.workload.torch_state import stacks_kept
 from profiler.workload.workload import Workload
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
 
 Backend = Literal["eager", "inductor"]
 _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictionary()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from profiler.caller_warnings import warn_caller
 from profiler.workload.compiled_forwards import leave_uncompiled
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
 
 leave_uncompiled(__name__)
 

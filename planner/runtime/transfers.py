@@ -306,21 +306,21 @@ class TransferExecutor:
     def _advance(self, moment: TransferMoment, *, bring_back: bool = True) -> None:
         transfers = self._lowered.transfers
         while self._next < len(transfers) and transfers[self._next][0] <= moment:
-            if transfers[self._next][1].kind == "prefetch" and not bring_back:
+            if transfers[self._next][1].kind == "fetch" and not bring_back:
                 return
             self._next += 1
             self._carry_out(transfers[self._next - 1][1])
 
     def _carry_out(self, transfer: Transfer) -> None:
-        if transfer.kind == "prefetch" and self._lowered.backward_order[transfer.stage] < self._backward:
+        if transfer.kind == "fetch" and self._lowered.backward_order[transfer.stage] < self._backward:
             return  # This backward has left that stage out; it would take memory for nothing.
-        if transfer.kind == "offload" and transfer.option is None:
+        if transfer.kind == "send" and transfer.option is None:
             self._take_inputs(transfer.stage, transfer.unit)
         units = self._units.get((transfer.stage, transfer.option), {})
         for storage in _alive(units.get(transfer.unit, [])):
             if transfer.kind == "release":
                 storage.release()
-            elif transfer.kind == "prefetch":
+            elif transfer.kind == "fetch":
                 storage.prefetch()
             elif not storage.send(self._engine):
                 why = "host memory is full, with more than one step's tensors in it; the rest stays on the device"

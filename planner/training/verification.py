@@ -27,7 +27,7 @@ from profiler.workload.snapshot import preserved
 from profiler.workload.steps import check_workload, first_step
 from profiler.workload.workload import Workload
 from solvers import Chain, Option
-from solvers.problem.chain import RUNS
+from solvers.problem.schedule import RUNS
 
 # Plans that are run at most, steps of each that are timed in turns with plain ones, and the share from which an option
 # is corrected.

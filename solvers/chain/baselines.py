@@ -12,8 +12,9 @@ Paper: the per-layer checkpoints of Chen et al., "Training deep nets with sublin
 from __future__ import annotations
 
 from solvers.chain.segments import Segment, segmented_schedule
-from solvers.problem.chain import Chain, Schedule
-from solvers.problem.chain_simulator import Replay, replay
+from solvers.problem.chain import Chain
+from solvers.problem.schedule import Schedule
+from solvers.problem.simulator import Replay, replay
 
 
 def keep_all(chain: Chain) -> list[Schedule]:

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeVar
 
 from solvers.chain import baselines, chen, revolve, rotor
 from solvers.chain.minimum_memory import smallest_schedule
-from solvers.problem.chain import Chain, Schedule
-from solvers.problem.chain_simulator import replay
-from solvers.problem.link import Link
+from solvers.problem.chain import Chain, Link
+from solvers.problem.schedule import Schedule
+from solvers.problem.simulator import replay
 from solvers.problem.solution import Problem
 
 # The cheapest first: where the time is short, those are known.

@@ -18,8 +18,9 @@ import math
 from itertools import pairwise
 
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
-from solvers.problem.chain import Chain, Schedule
+from solvers.problem.chain import Chain
 from solvers.problem.deadline import check_deadline
+from solvers.problem.schedule import Schedule
 
 
 def sqrt_segments(chain: Chain) -> list[Schedule]:

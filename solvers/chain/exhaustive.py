@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
-from solvers.problem.chain import Action, Chain, Schedule, Shared
+from solvers.problem.chain import Chain, Shared
 from solvers.problem.deadline import check_deadline
-from solvers.problem.number_checks import check_size
+from solvers.problem.plain_data import check_size
+from solvers.problem.schedule import Action, Schedule
 from solvers.problem.solution import Candidate, Problem
 
 MOST_STAGES = 6

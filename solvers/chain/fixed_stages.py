@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from solvers.chain.segments import Segment, first_pass, second_pass
-from solvers.problem.chain import Action, Chain, Option, Schedule, Shared, Stage
-from solvers.problem.chain_simulator import ReplayedAction, replay
+from solvers.problem.chain import Chain, Option, Shared, Stage
+from solvers.problem.schedule import Action, Schedule
+from solvers.problem.simulator import ReplayedAction, replay
 
 
 def restricted(chain: Chain, spans: Sequence[Segment]) -> Chain:

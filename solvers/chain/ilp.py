@@ -32,9 +32,10 @@ from itertools import accumulate, chain
 
 import pulp
 
-from solvers.problem.chain import Action, Schedule, Stage
-from solvers.problem.chain_simulator import replay
-from solvers.problem.number_checks import check_size
+from solvers.problem.chain import Stage
+from solvers.problem.plain_data import check_size
+from solvers.problem.schedule import Action, Schedule
+from solvers.problem.simulator import replay
 from solvers.problem.solution import Candidate, Problem
 from solvers.pulp_program import PulpProgram, Terms, chosen, times
 

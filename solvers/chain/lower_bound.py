@@ -30,9 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from solvers.arrays import Floats
-from solvers.problem.chain import Chain, Option, Stage
+from solvers.problem.chain import Chain, Link, Option, Stage
 from solvers.problem.deadline import check_deadline
-from solvers.problem.link import Link
 
 _PRICES = 256  # 3200 raise the bound of random chains of 200 and 1000 stages by 0.001 %
 _MEANS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0)  # weights of the copies in a part of the step

@@ -19,9 +19,10 @@ from solvers.chain.candidates import BASELINES, all_baseline_schedules, baseline
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.minimum_memory import smallest_schedule
 from solvers.chain.registry import frontier, solve_chain
-from solvers.problem.chain import Chain, Schedule
-from solvers.problem.chain_simulator import replay
+from solvers.problem.chain import Chain
 from solvers.problem.deadline import Deadline, check_deadline
+from solvers.problem.schedule import Schedule
+from solvers.problem.simulator import replay
 from solvers.problem.solution import Problem, Shortage, Solution
 
 # What is alive beside one micro-batch at some moments: how many others have gone forward and not yet backward, and the
@@ -71,7 +72,7 @@ def with_others_unplanned(chain: Chain, beside: Beside) -> Chain:
 
 def solve_beside_others(
     problem: Problem, beside: Beside, solver: str, time_limit_seconds: float | None
-) -> tuple[Problem, Solution[Schedule]]:
+) -> tuple[Problem, Solution]:
     """The fastest plan that is found, and the problem in which what it keeps of others is resident.
 
     Args:

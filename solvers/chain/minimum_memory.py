@@ -18,10 +18,10 @@ import numpy as np
 
 from solvers.arrays import Integers
 from solvers.chain.persistent import ChainBytes, PersistentChoice, persistent_schedule
-from solvers.problem.chain import TRANSFERS, Chain, Schedule
-from solvers.problem.chain_simulator import replay
+from solvers.problem.chain import Chain, Link
 from solvers.problem.deadline import check_deadline
-from solvers.problem.link import Link
+from solvers.problem.schedule import TRANSFERS, Schedule
+from solvers.problem.simulator import replay
 from solvers.problem.solution import Shortage
 
 _NEVER = np.iinfo(np.int64).max // 4  # sums of two still fit

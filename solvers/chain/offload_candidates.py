@@ -30,8 +30,8 @@ from solvers.chain.candidates import (
 )
 from solvers.chain.minimum_memory import smallest_schedule
 from solvers.chain.transfer_placement import Placement
-from solvers.problem.chain import Chain, Schedule, Stage
-from solvers.problem.link import Link
+from solvers.problem.chain import Chain, Link, Stage
+from solvers.problem.schedule import Schedule
 from solvers.problem.solution import Problem
 
 NEED_LINK: tuple[str, ...] = ("offload_only", "pofo", "offload_ilp")

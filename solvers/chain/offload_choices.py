@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from solvers.chain.persistent import ChainBytes, PersistentChoice, persistent_schedule
-from solvers.problem.chain import Schedule
+from solvers.problem.schedule import Schedule
 
 LONGEST = 8  # stages of a dropped run
 

@@ -26,9 +26,9 @@ from solvers.arrays import Floats
 from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
 from solvers.chain.persistent import ChainBytes, PersistentChoice
 from solvers.highs import Program
-from solvers.problem.chain import Action, Schedule
-from solvers.problem.link import Link
-from solvers.problem.number_checks import check_size
+from solvers.problem.chain import Link
+from solvers.problem.plain_data import check_size
+from solvers.problem.schedule import Action, Schedule
 from solvers.problem.solution import Problem
 
 MOST_STAGES = 16  # the program of more has thousands of binaries that nothing ties together tightly
@@ -63,7 +63,7 @@ def solve(
     >>> from solvers.problem.examples import equal_stages
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
     >>> schedule = solve(Problem(chain=equal_stages(3, (4,)), budget_bytes=12), link)
-    >>> [action.stage for action in schedule.actions if action.kind == "offload"]
+    >>> [action.stage for action in schedule.actions if action.kind == "send"]
     [0]
     """
     chain = problem.chain
@@ -221,9 +221,9 @@ class _OffloadModel:
         begins = sorted(moves, key=lambda move: (move[0].stage, -move[0].size_bytes, move[0].unit))
         gone = sorted(moves, key=lambda move: (move[1][0], move[0].stage, -move[0].size_bytes))
         back = sorted(moves, key=lambda move: (move[1][1], -move[0].stage, -move[0].size_bytes))
-        transfers = [(places[unit.stage] + 1, Action("offload", unit.stage, unit.unit)) for unit, _ in begins]
+        transfers = [(places[unit.stage] + 1, Action("send", unit.stage, unit.unit)) for unit, _ in begins]
         transfers += [(places[span[0]], Action("release", unit.stage, unit.unit)) for unit, span in gone]
-        transfers += [(places[span[1]], Action("prefetch", unit.stage, unit.unit)) for unit, span in back]
+        transfers += [(places[span[1]], Action("fetch", unit.stage, unit.unit)) for unit, span in back]
         return schedule.with_inserted(transfers)
 
     def _places(self, actions: tuple[Action, ...], chosen: dict[int, PersistentChoice]) -> list[int]:

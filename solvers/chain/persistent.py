@@ -19,8 +19,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from solvers.arrays import Integers
-from solvers.problem.chain import Action, Chain, Schedule
+from solvers.problem.chain import Chain
 from solvers.problem.deadline import check_deadline
+from solvers.problem.schedule import Action, Schedule
 
 
 class PersistentChoice(NamedTuple):

@@ -24,9 +24,9 @@ import numpy as np
 from solvers.arrays import Floats
 from solvers.chain.offload_choices import ChoiceStep, schedule_of, steps_from
 from solvers.chain.persistent import ChainBytes, PersistentChoice
-from solvers.problem.chain import Chain, Schedule
+from solvers.problem.chain import Chain, Link
 from solvers.problem.deadline import check_deadline
-from solvers.problem.link import Link
+from solvers.problem.schedule import Schedule
 
 _CELLS = (64, 12, 12)  # of bytes and of both backlogs: finer ones gain 0.2 % at most on chains of 24 and 50 stages
 _SHARES = 3  # of a kept option's units offloaded: none, half of them, all

@@ -33,10 +33,10 @@ from solvers.chain.offload_candidates import (
     schedules_with_copies,
     smallest_with_copies,
 )
-from solvers.problem.chain import TRANSFERS, Chain, Schedule
+from solvers.problem.chain import Chain, Link
 from solvers.problem.deadline import Deadline, left_seconds, unlimited
-from solvers.problem.link import Link
-from solvers.problem.number_checks import check_time_limit
+from solvers.problem.plain_data import check_time_limit
+from solvers.problem.schedule import TRANSFERS, Schedule
 from solvers.problem.solution import Accepts, Candidate, Problem, Solution, undominated
 
 NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", *NEED_LINK, "auto")
@@ -344,7 +344,7 @@ def _add_frontier(found: list[ReplayedSchedule], chain: Chain, solver: str) -> N
 def _frontier_of_budgets(problem: Problem, solver: str, time_limit_seconds: float) -> list[Solution]:
     budgets = even_budgets(problem.chain, shortage(problem.chain).minimum_budget_bytes, FRONTIER_BUDGETS)
     share = time_limit_seconds / len(budgets)
-    solutions: list[Solution[Schedule]] = []
+    solutions: list[Solution] = []
     for budget_bytes in budgets:
         solutions.append(solve_chain(replace(problem, budget_bytes=budget_bytes), solver, share))
         if solutions[-1].interrupted:

@@ -18,8 +18,9 @@ from math import comb
 
 from solvers.chain.persistent import PersistentChoice, persistent_schedule
 from solvers.chain.segments import Segment, droppable_runs
-from solvers.problem.chain import Chain, Schedule
-from solvers.problem.number_checks import is_whole
+from solvers.problem.chain import Chain
+from solvers.problem.plain_data import is_whole
+from solvers.problem.schedule import Schedule
 
 _CANDIDATES = 48  # slot numbers tried: all for short chains, in equal ratios for long ones, whose curve is smooth
 _MOST_REPEATS = 12  # of long chains; 1000 stages need four slots for it, and half a million runs with one

@@ -46,8 +46,9 @@ from solvers.chain.rotor_grid import (
     reached_slots,
 )
 from solvers.chain.rotor_subchains import ChainArrays, Ranges, forbid
-from solvers.problem.chain import Chain, Schedule
+from solvers.problem.chain import Chain
 from solvers.problem.deadline import check_deadline
+from solvers.problem.schedule import Schedule
 
 _GOOD_ENOUGH = 0.001  # relative distance from the persistent optimum that needs no finer proof
 

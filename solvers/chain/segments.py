@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from solvers.problem.chain import Action, Chain, Schedule
+from solvers.problem.chain import Chain
 from solvers.problem.deadline import check_deadline
+from solvers.problem.schedule import Action, Schedule
 
 
 class Segment(NamedTuple):

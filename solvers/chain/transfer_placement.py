@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from solvers.problem.chain import Action, Chain, Schedule
-from solvers.problem.chain_simulator import replay
+from solvers.problem.chain import Chain
 from solvers.problem.deadline import check_deadline
+from solvers.problem.schedule import Action, Schedule
+from solvers.problem.simulator import replay
 
 
 class Absence(NamedTuple):
@@ -56,7 +57,7 @@ class Placement:
     >>> placement.absences_needed(13), placement.peaks
     (1, [16, 12])
     >>> [action.kind for action in placement.placed(13, 1).actions if action.option == 0][:6]
-    ['forward', 'offload', 'forward', 'release', 'forward', 'prefetch']
+    ['forward', 'send', 'forward', 'release', 'forward', 'fetch']
     """
 
     def __init__(
@@ -169,11 +170,9 @@ class Placement:
 
     def _written(self, returns: dict[Absence, int], released: dict[Absence, int]) -> Schedule:
         begins = sorted(released, key=lambda a: (a.made, -a.size_bytes, a.unit))
-        transfers = [(absence.made + 1, Action("offload", absence.stage, absence.unit)) for absence in begins]
+        transfers = [(absence.made + 1, Action("send", absence.stage, absence.unit)) for absence in begins]
         transfers += [(position, Action("release", a.stage, a.unit)) for a, position in released.items()]
-        transfers += [
-            (position, Action("prefetch", a.stage, a.unit)) for a, position in returns.items() if a in released
-        ]
+        transfers += [(position, Action("fetch", a.stage, a.unit)) for a, position in returns.items() if a in released]
         return self._schedule.with_inserted(transfers)
 
 

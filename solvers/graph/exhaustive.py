@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.problem.deadline import check_deadline
-from solvers.problem.number_checks import check_size
+from solvers.problem.plain_data import check_size
 
 MOST_NODES = 12
 

@@ -24,7 +24,8 @@ from solvers.graph.block_partition import Block, cut_into_blocks
 from solvers.graph.incumbent import Incumbent
 from solvers.graph.liveness import IndexedGraph, seconds_of
 from solvers.graph.order_repair import fits
-from solvers.problem.chain import Action, Chain, Option, Schedule, Stage
+from solvers.problem.chain import Chain, Option, Stage
+from solvers.problem.schedule import Action, Schedule
 
 SHARES = (0.03, 0.1, 0.3)  # the largest block's share of the forward's bytes: small ones fit tight budgets
 _NEIGHBOURS = 3  # answers on either side of the last that fits: the model is not exact, and orders are repaired

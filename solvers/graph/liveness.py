@@ -12,8 +12,9 @@ import numpy as np
 
 from solvers.arrays import Integers
 from solvers.problem.deadline import check_deadline
-from solvers.problem.graph import Graph, GraphAction, GraphSchedule
-from solvers.problem.graph_simulator import GraphReplay, replay_graph
+from solvers.problem.graph import Graph
+from solvers.problem.schedule import Action, Schedule
+from solvers.problem.simulator import Replay, replay
 
 
 class IndexedGraph:
@@ -88,24 +89,24 @@ def peak_profile(indexed: IndexedGraph, order: Sequence[int]) -> Integers:
     return alive + indexed.transient_bytes[list(order)] + indexed.graph.resident_bytes
 
 
-def schedule_of(indexed: IndexedGraph, order: Sequence[int]) -> GraphSchedule:
+def schedule_of(indexed: IndexedGraph, order: Sequence[int]) -> Schedule:
     """The schedule of an order of runs, every output freed directly after its last read.
 
     >>> from solvers.problem.graph import Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2, inputs=("a",))
     >>> indexed = IndexedGraph(Graph(nodes=(a, b), outputs=("b",)))
-    >>> [(action.op, action.node) for action in schedule_of(indexed, [0, 1]).actions]
+    >>> [(action.kind, action.node) for action in schedule_of(indexed, [0, 1]).actions]
     [('compute', 0), ('compute', 1), ('free', 0)]
     """
     last_read = last_reads(indexed, order)
     freed_after: list[list[int]] = [[] for _ in range(len(order) + 1)]
     for place, end in enumerate(last_read):
         freed_after[end].append(order[place])
-    actions: list[GraphAction] = []
+    actions: list[Action] = []
     for place, node in enumerate(order):
-        actions.append(GraphAction("compute", node))
-        actions += [GraphAction("free", v) for v in freed_after[place]]
-    return GraphSchedule(tuple(actions))
+        actions.append(Action("run", node))
+        actions += [Action("free", v) for v in freed_after[place]]
+    return Schedule(tuple(actions))
 
 
 def seconds_of(indexed: IndexedGraph, order: Sequence[int]) -> float:
@@ -131,7 +132,7 @@ def runs_for(indexed: IndexedGraph, alive: set[int], node: int) -> list[int]:
     return runs
 
 
-def unplanned_replay(graph: Graph) -> GraphReplay:
+def unplanned_replay(graph: Graph) -> Replay:
     """Every node once, in the file's order: what 100% of a budget and the unplanned seconds mean for a graph."""
     indexed = IndexedGraph(graph)
-    return replay_graph(graph, schedule_of(indexed, range(indexed.count)))
+    return replay(graph, schedule_of(indexed, range(indexed.count)))

@@ -27,12 +27,10 @@ from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seco
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
 from solvers.graph.order_repair import fits
 from solvers.problem.deadline import Deadline, check_deadline
-from solvers.problem.graph import Graph, GraphSchedule
-from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.number_checks import check_time_limit
-from solvers.problem.solution import GraphProblem, Shortage, Solution, undominated
-
-GraphSolution = Solution[GraphSchedule]
+from solvers.problem.graph import Graph
+from solvers.problem.plain_data import check_budget, check_time_limit
+from solvers.problem.simulator import replay
+from solvers.problem.solution import Shortage, Solution, undominated
 
 EXHAUSTIVE_NODES = 10  # auto asks the exact oracle up to here: milliseconds (tests/solvers/graph/test_registry.py)
 DEFAULT_SECONDS = 60.0
@@ -180,15 +178,17 @@ def graph_solver_names() -> tuple[str, ...]:
 
 
 def solve_graph(
-    problem: GraphProblem,
+    graph: Graph,
+    budget_bytes: int,
     solver: str = "auto",
     time_limit_seconds: float | None = None,
     gap: float = DEFAULT_GAP,
-) -> GraphSolution:
+) -> Solution:
     """The fastest schedule that ``solver`` finds within the budget, replayed, with a bound that holds for all.
 
     Args:
-        problem: the graph and its budget in bytes.
+        graph: the problem.
+        budget_bytes: the most that may be alive at once.
         solver: one of ``graph_solver_names()``; ``auto`` takes the best of all quick methods and searches on.
         time_limit_seconds: the search ends then; None: 60, or 25 above 500 nodes.
         gap: relative distance from the bound at which a search ends early.
@@ -200,13 +200,14 @@ def solve_graph(
         ValueError: an unknown solver, an impossible time limit or gap, or a graph too large for the solver.
     """
     _check(solver, time_limit_seconds, gap)
-    start, indexed = time.perf_counter(), IndexedGraph(problem.graph)
+    check_budget(budget_bytes)
+    start, indexed = time.perf_counter(), IndexedGraph(graph)
     limit = time_limit_seconds or (LARGE_SECONDS if indexed.count > LARGE_NODES else DEFAULT_SECONDS)
-    incumbent = Incumbent(indexed, problem.budget_bytes, gap=gap)
+    incumbent = Incumbent(indexed, budget_bytes, gap=gap)
     interrupted = False
     with Deadline(limit):
         try:
-            incumbent.offer_bound(graph_bound_seconds(indexed, problem.budget_bytes))
+            incumbent.offer_bound(graph_bound_seconds(indexed, budget_bytes))
             rerunnable = moments.rerunnable_nodes(indexed)
             if incumbent.bound_seconds < math.inf:
                 METHODS[solver](incumbent, rerunnable)
@@ -221,7 +222,7 @@ def solve_graph(
 
 def graph_frontier(
     graph: Graph, solver: str = "auto", time_limit_seconds: float | None = None, gap: float = DEFAULT_GAP
-) -> list[GraphSolution]:
+) -> list[Solution]:
     """Solutions at a handful of budgets between the smallest known feasible one and the unplanned peak.
 
     Those that another one beats are left out; each is the answer to its own peak as a budget. The time limit is
@@ -230,7 +231,7 @@ def graph_frontier(
     _check(solver, time_limit_seconds, gap)
     indexed = IndexedGraph(graph)
     smallest = Incumbent(indexed, 0, gap=gap)
-    solutions: list[GraphSolution] = []
+    solutions: list[Solution] = []
     with Deadline(time_limit_seconds or DEFAULT_SECONDS) as deadline:
         share_seconds = deadline.left_seconds() / (_FRONTIER_BUDGETS + 1)
         with Deadline(share_seconds):
@@ -240,9 +241,8 @@ def graph_frontier(
         for share in np.linspace(0.0, 1.0, _FRONTIER_BUDGETS) ** 2:  # closer where curves are steep
             check_deadline()
             budget = low + round(float(share) * (high - low))
-            problem = GraphProblem(graph=graph, budget_bytes=budget)
             limit = deadline.left_seconds() / (_FRONTIER_BUDGETS - len(solutions))
-            solutions.append(solve_graph(problem, solver, limit, gap))
+            solutions.append(solve_graph(graph, budget, solver, limit, gap))
             if solutions[-1].interrupted:
                 break
     return undominated([solution for solution in solutions if solution.schedule is not None])
@@ -258,10 +258,10 @@ def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
         raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")
 
 
-def _solution(incumbent: Incumbent, spent_seconds: float, interrupted: bool) -> GraphSolution:
+def _solution(incumbent: Incumbent, spent_seconds: float, interrupted: bool) -> Solution:
     assert incumbent.order is not None
     schedule = schedule_of(incumbent.indexed, incumbent.order)
-    replayed = replay_graph(incumbent.indexed.graph, schedule)
+    replayed = replay(incumbent.indexed.graph, schedule)
     assert replayed.peak_bytes <= incumbent.budget_bytes
     bound = incumbent.bound_seconds
     if bound > replayed.seconds * (1 + _TRUSTED):  # a schedule at hand refutes it
@@ -279,7 +279,7 @@ def _solution(incumbent: Incumbent, spent_seconds: float, interrupted: bool) -> 
     )
 
 
-def _without_schedule(incumbent: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> GraphSolution:
+def _without_schedule(incumbent: Incumbent, solver: str, spent_seconds: float, interrupted: bool) -> Solution:
     smallest = incumbent.smallest
     proven = incumbent.bound_seconds == math.inf
     minimum, node = incumbent.smallest_bytes, smallest[int(peak_profile(incumbent.indexed, smallest).argmax())]

@@ -1,16 +1,12 @@
-"""The chain problem: what the stages of a training step cost in bytes and seconds, as plain data; its schedules.
-
-A schedule is the ordered actions that a solver returns and that a planned model carries out.
-"""
+"""The chain problem: what the stages of a training step cost in bytes and seconds, and the link to host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-from solvers.problem.number_checks import check_number, is_whole
-from solvers.problem.plain_data import from_document, to_document
+from solvers.problem.plain_data import check_number, from_document, is_whole, to_document
 
 FORMAT = "planner-chain"
 VERSION = 1
@@ -241,70 +237,44 @@ def _check_stage(stage: Stage) -> None:
             check_number(where, "unit_bytes", size_bytes)
 
 
-ActionKind = Literal["forward", "recompute", "backward", "free", "offload", "release", "prefetch"]
-KINDS: tuple[ActionKind, ...] = ("forward", "recompute", "backward", "free", "offload", "release", "prefetch")
-RUNS: tuple[ActionKind, ...] = ("forward", "recompute")
-TRANSFERS: tuple[ActionKind, ...] = ("offload", "release", "prefetch")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A copy engine for each direction; both work at the same time, while the device computes.
 
+    Attributes:
+        to_host_bytes_per_second, to_device_bytes_per_second: of one device, its share where several use one link;
+            0 where nothing can be sent, infinity where copies take no time.
+        latency_seconds: that each copy takes in addition.
+        host_bytes: the most bytes that this device may hold in host memory; None without a limit.
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One step of a schedule.
-
-    ``forward`` with ``option`` None runs the stage and keeps only the boundary
-    after it; with an option it also keeps what the option keeps. ``recompute``
-    runs the stage again directly before its backward and makes no boundary.
-    ``backward`` consumes what was kept. ``free`` drops the boundary after the stage.
-
-    Three actions are about one offload unit of what the stage holds between forward and backward: number ``option`` of
-    ``Option.offload_units`` where the stage is kept, of ``Stage.offload_units`` where it was dropped and holds its
-    input. ``offload`` begins to copy it to host memory; ``release`` waits for that copy, then its bytes are free on the
-    device; ``prefetch`` takes them again and begins to copy it back. The stage's next run or backward waits for that.
+    >>> Link(to_host_bytes_per_second=1e9, to_device_bytes_per_second=2e9, latency_seconds=0.5).to_host_seconds(10**9)
+    1.5
     """
 
-    kind: ActionKind
-    stage: int
-    option: int | None = None
+    to_host_bytes_per_second: float
+    to_device_bytes_per_second: float
+    latency_seconds: float = 0.0
+    host_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("to_host_bytes_per_second", "to_device_bytes_per_second"):
+            rate = getattr(self, name)
+            if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not rate >= 0:
+                raise ValueError(f"a link: expected {name} to be a number, not negative, got {rate!r}; correct it")
+        check_number("a link", "latency_seconds", self.latency_seconds)
+        if self.host_bytes is not None:
+            check_number("a link", "host_bytes", self.host_bytes)
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Actions in order; one whole forward and backward of a chain."""
+    @property
+    def usable(self) -> bool:
+        """Whether anything can be copied to the host and back."""
+        rates = (self.to_host_bytes_per_second, self.to_device_bytes_per_second)
+        return min(rates) > 0 and self.host_bytes != 0
 
-    actions: tuple[Action, ...]
+    def to_host_seconds(self, size_bytes: int) -> float:
+        """Seconds of one copy to host memory."""
+        return self.latency_seconds + size_bytes / self.to_host_bytes_per_second
 
-    def forward_runs(self) -> int:
-        """How many stage forwards run in all, first runs included."""
-        return sum(a.kind in RUNS for a in self.actions)
-
-    def choices_inside(self) -> int:
-        """How many forwards keep a choice of what they save, so that ops inside the stage run again."""
-        return sum(bool(a.option) for a in self.actions if a.kind in RUNS)
-
-    def with_inserted(self, actions: Iterable[tuple[int, Action]]) -> Schedule:
-        """The schedule with actions more, each before the action that has a position now, in the order given."""
-        before: list[list[Action]] = [[] for _ in self.actions]
-        for position, action in actions:
-            before[position].append(action)
-        parts = zip(before, self.actions, strict=True)
-        return Schedule(actions=tuple(action for more, present in parts for action in (*more, present)))
-
-    def to_list(self) -> list[list[Any]]:
-        """Plain data: one ``[kind, stage, option]`` per action."""
-        return [[a.kind, a.stage, a.option] for a in self.actions]
-
-    @classmethod
-    def from_list(cls, rows: Sequence[Sequence[Any]]) -> Schedule:
-        """Read what ``to_list`` wrote; raises ValueError on anything else."""
-        return cls(actions=tuple(_action(row) for row in rows))
-
-
-def _action(row: Sequence[Any]) -> Action:
-    if not isinstance(row, (list, tuple)) or len(row) != 3:
-        raise ValueError(f"a schedule's action: expected [kind, stage, option], got {row!r}; save the plan again")
-    kind, stage, option = row
-    if kind not in KINDS or not is_whole(stage) or not (option is None or is_whole(option)):
-        raise ValueError(
-            f"a schedule's action: expected one of {KINDS} with whole numbers, got {row!r}; save the plan again"
-        )
-    return Action(kind, stage, option)
+    def to_device_seconds(self, size_bytes: int) -> float:
+        """Seconds of one copy back."""
+        return self.latency_seconds + size_bytes / self.to_device_bytes_per_second

@@ -1,7 +1,4 @@
-"""The graph problem: the ops of a training step as a DAG of forward and backward nodes, as plain data; its schedules.
-
-A schedule says which node runs and which output is freed, in order.
-"""
+"""The graph problem: the ops of a training step as a DAG of forward and backward nodes, as plain data."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, get_args
 
-from solvers.problem.number_checks import check_number
-from solvers.problem.plain_data import from_document, to_document
+from solvers.problem.plain_data import check_number, from_document, to_document
+from solvers.problem.schedule import Action, ActionKind, Schedule
 
 FORMAT = "planner-graph"
 VERSION = 1
@@ -100,6 +97,31 @@ class Graph:
         """Read what ``to_dict`` wrote; raises ValueError with what is wrong and where."""
         return from_document(cls, data, FORMAT, VERSION)
 
+    def actions_of(self, schedule: Schedule) -> list[dict[str, str]]:
+        """Plain data for a plan file: ``{"op": "compute" | "free", "node": NAME}`` per action."""
+        words = {kind: word for word, kind in _KINDS.items()}
+        return [{"op": words[action.kind], "node": self.nodes[action.stage].name} for action in schedule.actions]
+
+    def schedule_of(self, actions: Sequence[Any]) -> Schedule:
+        """Read what ``actions_of`` wrote; raises ValueError on anything else."""
+        index = {node.name: i for i, node in enumerate(self.nodes)}
+        return Schedule(actions=tuple(_action(row, index) for row in actions))
+
+
+_KINDS: dict[Any, ActionKind] = {"compute": "run", "free": "free"}  # by the words of files
+
+
+def _action(row: Any, index: Mapping[str, int]) -> Action:
+    kind = _KINDS.get(row.get("op")) if isinstance(row, Mapping) else None
+    if kind is None:
+        raise ValueError(
+            f"a graph's action: expected {{'op': 'compute' or 'free', 'node': name}}, got {row!r}; solve again"
+        )
+    node = index.get(row.get("node", ""))
+    if node is None:
+        raise ValueError(f"a graph's action: expected a node of the graph, got {row.get('node')!r}; solve again")
+    return Action(kind, node)
+
 
 def _check_node(node: Node) -> None:
     if not isinstance(node.name, str) or not node.name:
@@ -139,46 +161,3 @@ def _check_order(nodes: tuple[Node, ...]) -> None:
         f"a graph: expected inputs before the nodes that read them, got {late[0].name!r} before its input {late[1]!r}; "
         "sort the nodes in topological order, the order of their first runs"
     )
-
-
-GraphActionKind = Literal["compute", "free"]
-
-
-@dataclass(frozen=True, slots=True)
-class GraphAction:
-    """One step: run the node with this index, or drop its output."""
-
-    op: GraphActionKind
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSchedule:
-    """Actions in order; one whole run of a graph."""
-
-    actions: tuple[GraphAction, ...]
-
-    def computed(self) -> list[int]:
-        """The nodes that run, in order, repeated runs included."""
-        return [action.node for action in self.actions if action.op == "compute"]
-
-    def to_list(self, graph: Graph) -> list[dict[str, str]]:
-        """Plain data for a plan file: ``{"op": "compute" | "free", "node": NAME}`` per action."""
-        return [{"op": action.op, "node": graph.nodes[action.node].name} for action in self.actions]
-
-    @classmethod
-    def from_list(cls, rows: Sequence[Any], graph: Graph) -> GraphSchedule:
-        """Read what ``to_list`` wrote; raises ValueError on anything else."""
-        index = {node.name: i for i, node in enumerate(graph.nodes)}
-        return cls(actions=tuple(_action(row, index) for row in rows))
-
-
-def _action(row: Any, index: Mapping[str, int]) -> GraphAction:
-    if not isinstance(row, Mapping) or row.get("op") not in ("compute", "free"):
-        raise ValueError(
-            f"a graph's action: expected {{'op': 'compute' or 'free', 'node': name}}, got {row!r}; solve again"
-        )
-    node = index.get(row.get("node", ""))
-    if node is None:
-        raise ValueError(f"a graph's action: expected a node of the graph, got {row.get('node')!r}; solve again")
-    return GraphAction(row["op"], node)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from solvers.problem.chain import Chain, Schedule
-from solvers.problem.graph import Graph, GraphSchedule
-from solvers.problem.link import Link
-from solvers.problem.number_checks import check_budget
+from solvers.problem.chain import Chain, Link
+from solvers.problem.plain_data import check_budget
+from solvers.problem.schedule import Schedule
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 OF_A_NODE = "run"  # the moment of a graph's shortage
-AnySchedule = TypeVar("AnySchedule", Schedule, GraphSchedule)
 Accepts = Callable[[Schedule], bool]  # whether a schedule can be carried out
 
 
@@ -61,7 +59,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution(Generic[AnySchedule]):
+class Solution:
     """A solver's answer, replayed in exact bytes before anyone sees it.
 
     Attributes:
@@ -81,7 +79,7 @@ class Solution(Generic[AnySchedule]):
 
     solver: str
     status: Status
-    schedule: AnySchedule | None = None
+    schedule: Schedule | None = None
     peak_bytes: int | None = None
     seconds: float | None = None
     lower_bound_seconds: float
@@ -130,14 +128,3 @@ class Candidate:
     schedule: Schedule | None
     lower_bound_seconds: float = 0.0
     interrupted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphProblem:
-    """A graph and the most bytes that may be alive at once; ValueError for a budget that is no number of bytes."""
-
-    graph: Graph
-    budget_bytes: int
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget_bytes)

@@ -14,7 +14,7 @@ from benchmarks.op_graph import SPLIT_BYTES, Model, build, capture, scaled, trac
 from benchmarks.random_graphs import random_training_graph
 from solvers.graph.liveness import IndexedGraph, schedule_of
 from solvers.problem.graph import Graph
-from solvers.problem.graph_simulator import GraphReplay, replay_graph
+from solvers.problem.simulator import Replay, replay
 
 README = table((PROBLEMS / "README.md").read_text())
 
@@ -65,14 +65,14 @@ def unmeasured(model: Model, batch: Callable[[int], tuple[Tensor, Tensor]], size
     return build(traced, dict.fromkeys((op.name for op in traced.ops), 1.0), split)
 
 
-def in_list_order(graph: Graph) -> GraphReplay:
-    return replay_graph(graph, schedule_of(IndexedGraph(graph), range(len(graph.nodes))))
+def in_list_order(graph: Graph) -> Replay:
+    return replay(graph, schedule_of(IndexedGraph(graph), range(len(graph.nodes))))
 
 
 def test_a_small_model_is_captured_with_bytes_of_one_batch_and_seconds_of_another():
     graph = capture(lambda: convolutional(True), images, size=4, timed_size=2)
     replay = in_list_order(graph)
-    assert set(replay.runs) == {1}
+    assert len(replay.timeline) == len({entry.action for entry in replay.timeline})
     assert replay.seconds == graph.unplanned_seconds > 0
     assert next(node for node in graph.nodes if node.name == "relu1").output_bytes == 4 * 8 * 8 * 8 * 4
 
@@ -158,7 +158,7 @@ def test_random_steps_have_the_nodes_asked_for_and_none_in_vain(seed):
     needed = {*graph.outputs, *(name for node in graph.nodes for name in node.inputs)}
     assert len(graph.nodes) == len(needed) == count
     assert [node.side for node in graph.nodes] == sorted((node.side for node in graph.nodes), reverse=True)
-    assert set(in_list_order(graph).runs) == {1}
+    assert in_list_order(graph).seconds == graph.unplanned_seconds
     assert graph == random_training_graph(count, seed) != random_training_graph(count, seed + 1)
 
 

@@ -13,7 +13,6 @@ from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
-from solvers.problem.solution import GraphProblem
 from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets
 
 SEEDS = range(40)
@@ -63,7 +62,7 @@ def test_an_order_outside_the_stages_is_not_found_and_not_denied():
     best = exhaustive.solve(indexed, 10)
     assert best == (0, 1, 2, 3, 1, 4, 3, 1, 5)
     assert checkmate.solve(indexed, 10) == checkmate.round_relaxation(indexed, 10) is None
-    assert solve_with_any(GraphProblem(graph=indexed.graph, budget_bytes=10), "checkmate").status == "unknown"
+    assert solve_with_any(indexed.graph, 10, "checkmate").status == "unknown"
 
 
 def test_an_output_may_be_made_again_after_the_last_first_run():
@@ -85,7 +84,7 @@ def test_an_output_may_be_made_again_after_the_last_first_run():
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule(method, solver):
     graph = training_graph(3, size_bytes=1 << 30)
     assert method(IndexedGraph(graph), (3 << 30) - 1) is None
-    assert solve_with_any(GraphProblem(graph=graph, budget_bytes=(3 << 30) - 1), solver).status == "infeasible"
+    assert solve_with_any(graph, (3 << 30) - 1, solver).status == "infeasible"
 
 
 def test_real_sizes_and_times_are_scaled():

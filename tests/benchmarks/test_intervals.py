@@ -13,7 +13,6 @@ from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph.liveness import IndexedGraph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
-from solvers.problem.solution import GraphProblem
 from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets
 
 SEEDS = range(25)
@@ -71,7 +70,7 @@ def test_more_intervals_are_never_slower():
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
     graph = training_graph(3, size_bytes=1 << 30)
     assert intervals.solve(IndexedGraph(graph), (3 << 30) - 1) is None
-    assert solve_with_any(GraphProblem(graph=graph, budget_bytes=(3 << 30) - 1), "intervals").status == "infeasible"
+    assert solve_with_any(graph, (3 << 30) - 1, "intervals").status == "infeasible"
 
 
 def test_no_time_is_no_answer_and_no_claim():

@@ -12,7 +12,6 @@ from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
-from solvers.problem.solution import GraphProblem
 from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets
 
 
@@ -96,7 +95,7 @@ def checked(indexed: IndexedGraph, budget_bytes: int) -> float:
 def test_what_no_node_fits_in_is_infeasible_for_every_schedule():
     graph = training_graph(3)
     assert lower_sets.solve(IndexedGraph(graph), 2) is None
-    assert solve_with_any(GraphProblem(graph=graph, budget_bytes=2), "lower_sets").status == "infeasible"
+    assert solve_with_any(graph, 2, "lower_sets").status == "infeasible"
 
 
 def test_no_time_is_no_answer_and_no_claim():

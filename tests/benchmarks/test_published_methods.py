@@ -11,8 +11,7 @@ from benchmarks.methods.published import PUBLISHED, method_names, solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph.liveness import IndexedGraph
 from solvers.graph.registry import graph_solver_names
-from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.solution import GraphProblem
+from solvers.problem.simulator import replay
 from tests.support.graph_checks import optimum_seconds, telling_budgets, with_once
 
 
@@ -28,18 +27,17 @@ def test_what_must_run_once_does(solver):
         graph = with_once(random_tiny_graph(seed), seed, 2)
         indexed = IndexedGraph(graph)
         for budget in telling_budgets(indexed):
-            problem = GraphProblem(graph=graph, budget_bytes=budget)
-            solution = solve_with_any(problem, solver, time_limit_seconds=5.0)
+            solution = solve_with_any(graph, budget, solver, time_limit_seconds=5.0)
             if solution.schedule is None:
                 continue
-            replayed = replay_graph(graph, solution.schedule)
+            replayed = replay(graph, solution.schedule)
             assert replayed.peak_bytes <= budget
             assert replayed.seconds >= optimum_seconds(indexed, budget) * (1 - 1e-6)
 
 
 def test_the_planner_does_not_know_them_afterwards():
-    problem = GraphProblem(graph=random_tiny_graph(0), budget_bytes=10**6)
+    graph = random_tiny_graph(0)
     for solver in PUBLISHED:
-        assert solve_with_any(problem, solver).schedule is not None
+        assert solve_with_any(graph, 10**6, solver).schedule is not None
     assert not set(PUBLISHED) & set(graph_solver_names())
     assert set(method_names()) == {*PUBLISHED, *graph_solver_names()}

@@ -14,10 +14,9 @@ from benchmarks.solver_claims import CLAIMS, Run, contradictions, verdicts
 from benchmarks.solver_runs import Outcome, Task, peak_resident_mib, run_apart
 from benchmarks.solvers import Ask, Case, open_case, options_from, plan, problem_path, share_of
 from solvers.graph.liveness import IndexedGraph, schedule_of
-from solvers.graph.registry import GraphSolution
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph
-from solvers.problem.solution import GraphProblem, Solution
+from solvers.problem.solution import Solution
 
 MEDIUM, LARGE = CLAIMS[1].text, CLAIMS[2].text
 SMALL_GPT, LARGE_GPT = CLAIMS[3].text, CLAIMS[4].text
@@ -186,7 +185,7 @@ GRAPH: Graph = training_graph(3)
 INDEXED = IndexedGraph(GRAPH)
 
 
-def solved(status, order, bound: float = 9.0) -> GraphSolution:
+def solved(status, order, bound: float = 9.0) -> Solution:
     return Solution(
         solver="test",
         status=status,
@@ -199,7 +198,7 @@ def solved(status, order, bound: float = 9.0) -> GraphSolution:
 
 
 def test_answers_are_judged_by_the_oracle():
-    feasible = Instance(problem=GraphProblem(graph=GRAPH, budget_bytes=9), optimum_seconds=9.0)
+    feasible = Instance(graph=GRAPH, budget_bytes=9, optimum_seconds=9.0)
     once = [0, 1, 2, 3, 4, 5]
     assert judge(feasible, solved("optimal", once)) == ["equal"]
     assert judge(replace(feasible, optimum_seconds=10.0), solved("optimal", once)) == ["below"]

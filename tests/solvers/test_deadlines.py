@@ -18,10 +18,9 @@ from solvers.chain.candidates import BASELINES
 from solvers.chain.registry import frontier, solve_chain, solver_names
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
-from solvers.problem.chain_simulator import replay
 from solvers.problem.deadline import Deadline, TimeOver, check_deadline, left_seconds
-from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.solution import GraphProblem, Problem
+from solvers.problem.simulator import replay
+from solvers.problem.solution import Problem
 
 STAGES, NODES = 300, 300
 BUSY = 400_000  # calls between two checks, of problems that large: some for each stage or node, not for each pair
@@ -76,14 +75,14 @@ def test_methods_of_chains_end_by_the_limit(solver, limit):
 @pytest.mark.parametrize("solver", GRAPH_METHODS)
 def test_methods_of_graphs_end_by_the_limit(solver, limit):
     graph = random_training_graph(NODES, 1)
-    problem = GraphProblem(graph=graph, budget_bytes=unplanned_replay(graph).peak_bytes // 2)
-    solution, clock = watched(limit, lambda: solve_graph(problem, solver))
+    budget_bytes = unplanned_replay(graph).peak_bytes // 2
+    solution, clock = watched(limit, lambda: solve_graph(graph, budget_bytes, solver))
     assert clock.asked < limit + 50 and clock.most_calls < BUSY
     if solution.schedule is None:
-        assert solution.shortage is not None and solution.shortage.minimum_budget_bytes > problem.budget_bytes
+        assert solution.shortage is not None and solution.shortage.minimum_budget_bytes > budget_bytes
     else:
-        replayed = replay_graph(graph, solution.schedule)
-        assert replayed.peak_bytes == solution.peak_bytes <= problem.budget_bytes
+        replayed = replay(graph, solution.schedule)
+        assert replayed.peak_bytes == solution.peak_bytes <= budget_bytes
 
 
 def test_curves_end_by_the_limit_with_what_is_there():
@@ -97,11 +96,11 @@ def test_curves_end_by_the_limit_with_what_is_there():
 
 def test_the_same_work_gives_the_same_answer():
     graph = random_training_graph(100, 2)
-    problem = GraphProblem(graph=graph, budget_bytes=unplanned_replay(graph).peak_bytes // 2)
+    budget_bytes = unplanned_replay(graph).peak_bytes // 2
     answers = []
     for _ in range(2):
         with Deadline(3000, clock=count().__next__):
-            answers.append(solve_graph(problem, "eviction"))
+            answers.append(solve_graph(graph, budget_bytes, "eviction"))
     assert answers[0].schedule == answers[1].schedule is not None
 
 

@@ -16,7 +16,7 @@ from planner.plans.solving import plan_of
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
 
 DEPTHS = (0.0, 0.3, 0.6)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.problem.graph import Graph
-from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.simulator import replay
 
 
 def with_once(graph: Graph, seed: int, count: int) -> Graph:
@@ -41,7 +41,7 @@ def checked_seconds(indexed: IndexedGraph, budget_bytes: int, order: Sequence[in
     """Seconds of an answer as the judge counts them, infinite where there is none; asserts all that has to hold."""
     if order is None:
         return math.inf
-    result = replay_graph(indexed.graph, schedule_of(indexed, order))
+    result = replay(indexed.graph, schedule_of(indexed, order))
     assert result.peak_bytes <= budget_bytes
     assert result.seconds >= optimum_seconds(indexed, budget_bytes)
     return result.seconds

@@ -9,7 +9,7 @@ import planner
 from planner.plans.cost_model import chain_of
 from solvers import Chain, Schedule
 from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
 from tests.support.exactness import choosing_inside, following
 from tests.support.random_transfers import AMPLE, with_transfers
 
@@ -45,6 +45,6 @@ def planned(
     """A plan with transfers drawn into the schedule that ``make`` gives."""
     chain = chain_of(profile)
     schedule = make(chain)
-    if not any(action.kind == "offload" for action in schedule.actions):
+    if not any(action.kind == "send" for action in schedule.actions):
         schedule = with_transfers(chain, schedule, random.Random(seed), share)
     return following(profile, schedule, link)

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 
 from solvers import Chain, Schedule
-from solvers.problem.chain import Action
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
+from solvers.problem.schedule import Action
 
 AMPLE = Link(to_host_bytes_per_second=1e12, to_device_bytes_per_second=1e12)
 
@@ -26,9 +26,9 @@ def with_transfers(chain: Chain, schedule: Schedule, drawn: random.Random, share
         for unit in range(count):
             if drawn.random() < share:
                 moments = sorted(drawn.randrange(begin, end) for _ in range(2))
-                for kind, moment in zip(("offload", "release", "prefetch"), (begin, *moments), strict=True):
+                for kind, moment in zip(("send", "release", "fetch"), (begin, *moments), strict=True):
                     behind.setdefault(moment, []).append((drawn.random(), Action(kind, stage, unit)))
-    order = {"offload": 0, "release": 1, "prefetch": 2}
+    order = {"send": 0, "release": 1, "fetch": 2}
     actions: list[Action] = []
     for position, action in enumerate(schedule.actions):
         actions.append(action)

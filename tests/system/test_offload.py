@@ -17,8 +17,8 @@ from planner.runtime import applier
 from planner.runtime.copy_engines import SimulatedCopyEngine
 from profiler.workload.workload import Workload
 from solvers import Chain, Schedule
-from solvers.problem.chain import Action
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
+from solvers.problem.schedule import Action
 from tests.support.exactness import assert_same, choosing_inside, state_after
 from tests.support.nightly import by_day
 from tests.support.odd_models import workload
@@ -293,11 +293,11 @@ def sent_late(chain: Chain) -> Schedule:
     for action in kept(chain).actions:
         actions.append(action)
         if action == Action("forward", 3, 0):
-            actions += [Action("offload", 3, i) for i in units]
+            actions += [Action("send", 3, i) for i in units]
         if action == Action("forward", len(chain.stages) - 1, 0):
             actions += [Action("release", 3, i) for i in units]
         if action == Action("backward", 5):
-            actions += [Action("prefetch", 3, i) for i in units]
+            actions += [Action("fetch", 3, i) for i in units]
     return Schedule(tuple(actions))
 
 

@@ -13,7 +13,7 @@ from planner.explain.timeline import predicted_timelines
 from planner.plans.cost_model import chain_of, memory_table
 from profiler.records import MenuRecord
 from solvers.chain import baselines
-from solvers.problem.chain_simulator import replay
+from solvers.problem.simulator import replay
 
 
 def luckiest(menu: MenuRecord) -> MenuRecord:

@@ -13,7 +13,7 @@ from planner.plans.lowering import (
     lower_schedule,
 )
 from planner.plans.plan import PlannedStage
-from solvers.problem.chain import Action, Schedule
+from solvers.problem.schedule import Action, Schedule
 from tests.support.planned_blocks import planned_block
 
 
@@ -34,19 +34,19 @@ def test_a_transfer_is_due_after_a_stage_in_forward_and_before_one_in_backward()
     schedule = lowered(
         *[
             ("forward", 0, 0),
-            ("offload", 0, 1),
+            ("send", 0, 1),
             ("forward", 1, 0),
             ("release", 0, 1),
             ("forward", 2, 0),
             ("free", 2, None),
         ],
-        *[("backward", 2, None), ("free", 1, None), ("prefetch", 0, 1), ("backward", 1, None), ("free", 0, None)],
+        *[("backward", 2, None), ("free", 1, None), ("fetch", 0, 1), ("backward", 1, None), ("free", 0, None)],
         ("backward", 0, None),
     )
     assert due(schedule) == [
-        ((0, 1, 0), "offload", 0, 1, 0),
+        ((0, 1, 0), "send", 0, 1, 0),
         ((0, 2, 0), "release", 0, 1, 0),
-        ((1, 1, 0), "prefetch", 0, 1, 0),
+        ((1, 1, 0), "fetch", 0, 1, 0),
     ]
     assert schedule.backward_order == {2: 0, 1: 1, 0: 2} and not schedule.dropped
     assert schedule.sending == {(0, 0)}
@@ -54,39 +54,39 @@ def test_a_transfer_is_due_after_a_stage_in_forward_and_before_one_in_backward()
 
 def test_what_is_brought_back_behind_the_last_forward_waits_for_backward() -> None:
     schedule = lowered(
-        *[("forward", 0, 0), ("offload", 0, 0), ("forward", 1, 0), ("forward", 2, 0), ("release", 0, 0)],
-        *[("prefetch", 0, 0), ("free", 2, None), ("backward", 2, None), ("free", 1, None), ("backward", 1, None)],
+        *[("forward", 0, 0), ("send", 0, 0), ("forward", 1, 0), ("forward", 2, 0), ("release", 0, 0)],
+        *[("fetch", 0, 0), ("free", 2, None), ("backward", 2, None), ("free", 1, None), ("backward", 1, None)],
         *[("free", 0, None), ("backward", 0, None)],
     )
     assert [(moment, kind) for moment, kind, *_ in due(schedule)] == [
-        ((0, 1, 0), "offload"),
+        ((0, 1, 0), "send"),
         ((0, 3, 0), "release"),
-        ((1, 0, 0), "prefetch"),
+        ((1, 0, 0), "fetch"),
     ]
 
 
 def test_a_held_input_is_sent_and_so_is_what_a_second_run_keeps() -> None:
     """Stages 0 to 2 are one segment; stage 1's input waits in host memory, and what stage 0 keeps after its rerun."""
     schedule = lowered(
-        *[("forward", 0, None), ("forward", 1, None), ("offload", 1, 0), ("release", 1, 0), ("free", 1, None)],
+        *[("forward", 0, None), ("forward", 1, None), ("send", 1, 0), ("release", 1, 0), ("free", 1, None)],
         *[("forward", 2, 0), ("free", 2, None), ("backward", 2, None)],
-        *[("forward", 0, 1), ("offload", 0, 2), ("release", 0, 2), ("prefetch", 1, 0), ("recompute", 1, 0)],
-        *[("prefetch", 0, 2), ("backward", 1, None), ("free", 0, None), ("backward", 0, None)],
+        *[("forward", 0, 1), ("send", 0, 2), ("release", 0, 2), ("fetch", 1, 0), ("recompute", 1, 0)],
+        *[("fetch", 0, 2), ("backward", 1, None), ("free", 0, None), ("backward", 0, None)],
         count=3,
     )
     assert due(schedule) == [
-        ((0, 2, 0), "offload", 1, 0, None),
+        ((0, 2, 0), "send", 1, 0, None),
         ((0, 2, 0), "release", 1, 0, None),
-        ((1, 1, 1), "offload", 0, 2, 1),
+        ((1, 1, 1), "send", 0, 2, 1),
         ((1, 1, 1), "release", 0, 2, 1),
-        ((1, 1, 1), "prefetch", 1, 0, None),
-        ((1, 1, 2), "prefetch", 0, 2, 1),
+        ((1, 1, 1), "fetch", 1, 0, None),
+        ((1, 1, 2), "fetch", 0, 2, 1),
     ]
     assert [rerun.stage for rerun in schedule.reruns[1]] == [0, 1]
     assert [moment for moment, _ in schedule.transfers] == sorted(moment for moment, _ in schedule.transfers)
 
 
-@pytest.mark.parametrize("kind", ["offload", "release", "prefetch"])
+@pytest.mark.parametrize("kind", ["send", "release", "fetch"])
 def test_transfers_are_no_reruns(kind: str) -> None:
     schedule = lowered(
         *[("forward", 0, 0), ("forward", 1, 0), ("free", 1, None), (kind, 0, 0), ("backward", 1, None)],

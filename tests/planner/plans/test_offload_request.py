@@ -140,7 +140,7 @@ def plan(blocks: Profile) -> planner.Plan:
 
 
 def test_a_plan_says_what_it_sends(plan: planner.Plan, tmp_path: Path) -> None:
-    sent = [action for action in plan.schedule.actions if action.kind == "offload"]
+    sent = [action for action in plan.schedule.actions if action.kind == "send"]
     assert sent and plan.predicted_peak_bytes <= plan.budget_bytes and not plan.no_offload
     assert 0 < plan.host_bytes <= sum(stage.offloaded_bytes for stage in plan.stages)
     assert all((stage.offloaded_bytes > 0) == (k in {a.stage for a in sent}) for k, stage in enumerate(plan.stages))
@@ -178,7 +178,7 @@ def test_copies_stand_beside_the_computation(blocks: Profile) -> None:
     assert plan.chain is not None and plan.stall_seconds > 0
     timelines = predicted_timelines(plan.chain, plan.schedule, link=plan.link)
     assert not timelines[0].copies and len(timelines[1].copies) == 2 * sum(
-        action.kind == "offload" for action in plan.schedule.actions
+        action.kind == "send" for action in plan.schedule.actions
     )
     assert sum(span.stall_seconds for span in timelines[1].spans) == pytest.approx(plan.stall_seconds)
     figure = timeline_figure(timelines, budget_bytes=plan.budget_bytes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from planner.runtime.copy_engines import HostPool, SimulatedCopyEngine, bytes_of
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
 
 
 class Clock:

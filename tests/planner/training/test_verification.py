@@ -16,7 +16,7 @@ from planner.training.verification import corrected
 from profiler.measurement.meter import Mark, Place
 from profiler.records import Phase
 from solvers import Chain, replay
-from solvers.problem.chain import RUNS
+from solvers.problem.schedule import RUNS
 
 SMALL = {"layers": 6, "hidden": 32, "seq": 32, "batch": 4, "vocab": 64}
 

@@ -20,7 +20,6 @@ from profiler.capture.programs import StepOrder, order_of, programs_of
 from profiler.step_graph import StepGraph, StepRuns
 from solvers.graph.liveness import unplanned_replay
 from solvers.graph.registry import solve_graph
-from solvers.problem.solution import GraphProblem
 from tests.support.nightly import by_day
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -36,11 +35,11 @@ def solved(step: StepGraph, share: float) -> StepRuns:
     around = StepSurroundings(forward_bytes=base, backward_bytes=base, loss_bytes=base)
     problem = step_problem(step, around, small_share=0.0)
     peak = unplanned_replay(problem.graph).peak_bytes
-    refused = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=1), time_limit_seconds=3)
+    refused = solve_graph(problem.graph, 1, time_limit_seconds=3)
     assert refused.shortage is not None
     least = refused.shortage.minimum_budget_bytes
     budget = least + int(share * (peak - least))
-    solution = solve_graph(GraphProblem(graph=problem.graph, budget_bytes=budget), time_limit_seconds=3, gap=0.1)
+    solution = solve_graph(problem.graph, budget, time_limit_seconds=3, gap=0.1)
     assert solution.schedule is not None
     return runs_of(problem, solution)
 

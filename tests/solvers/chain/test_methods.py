@@ -294,6 +294,8 @@ def test_chains_and_schedules_survive_a_file_and_refuse_another() -> None:
         Chain(stages=(replace(UNIT, forward_seconds=math.nan),))
     schedule = solve(equal_stages(3), 9, "rotor").schedule
     assert schedule is not None and Schedule.from_list(schedule.to_list()) == schedule
+    older = Schedule.from_list([["offload", 0, 0], ["prefetch", 0, 0]])
+    assert older.to_list() == [["send", 0, 0], ["fetch", 0, 0]]
     with pytest.raises(ValueError, match="expected one of"):
         Schedule.from_list([["jump", 0, None]])
 

@@ -13,8 +13,8 @@ from solvers.chain.micro_batches import (
     with_others,
     without_others,
 )
-from solvers.problem.chain_simulator import replay
 from solvers.problem.examples import equal_stages
+from solvers.problem.simulator import replay
 from solvers.problem.solution import Problem
 
 CHAIN = equal_stages(4)

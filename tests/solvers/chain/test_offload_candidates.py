@@ -13,7 +13,7 @@ from benchmarks.random_chains import large_chain
 from solvers import Chain, Link, Problem, Solution, frontier, replay, solve_chain
 from solvers.chain import offload_ilp
 from solvers.chain.offload_candidates import without_offload_units
-from solvers.problem.chain import TRANSFERS
+from solvers.problem.schedule import TRANSFERS
 from tests.support.chains import UNIT, with_offload_units
 
 LIMIT = 1e-12  # relative: two sums of the same seconds

@@ -13,8 +13,8 @@ from benchmarks.random_chains import large_chain
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
 from solvers.chain import revolve
 from solvers.chain.revolve import forward_runs
-from solvers.problem.chain import RUNS
 from solvers.problem.examples import equal_stages
+from solvers.problem.schedule import RUNS
 from tests.support.chains import random_chain
 
 

@@ -12,7 +12,7 @@ from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph import exhaustive
 from solvers.graph.liveness import IndexedGraph, schedule_of
 from solvers.problem.examples import training_graph
-from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.simulator import replay
 from tests.support.graph_checks import optimum_seconds, unplanned_peak, with_once
 
 
@@ -23,7 +23,7 @@ def budgets(indexed: IndexedGraph) -> range:
 
 def replayed(indexed: IndexedGraph, order: tuple[int, ...], budget_bytes: int) -> float:
     """Seconds of an order once the judge has found it to run within the budget."""
-    result = replay_graph(indexed.graph, schedule_of(indexed, order))
+    result = replay(indexed.graph, schedule_of(indexed, order))
     assert result.peak_bytes <= budget_bytes
     return result.seconds
 
@@ -79,7 +79,7 @@ def orders(indexed: IndexedGraph, spare: int, begun: tuple[int, ...] = (), fresh
 @pytest.mark.parametrize("seed", range(12))
 def test_no_order_that_the_replay_accepts_beats_it(seed):
     indexed = IndexedGraph(random_tiny_graph(seed, count=4))
-    results = [replay_graph(indexed.graph, schedule_of(indexed, order)) for order in orders(indexed, spare=3)]
+    results = [replay(indexed.graph, schedule_of(indexed, order)) for order in orders(indexed, spare=3)]
     for budget in budgets(indexed):
         fast = min((result.seconds for result in results if result.peak_bytes <= budget), default=math.inf)
         assert optimum_seconds(indexed, budget) <= fast

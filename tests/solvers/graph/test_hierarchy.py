@@ -19,7 +19,7 @@ from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seco
 from solvers.graph.moments import rerunnable_nodes
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
-from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.simulator import replay
 from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets, unplanned_peak
 
 
@@ -90,7 +90,7 @@ def test_orders_of_random_training_steps_replay_within_the_budget(seed, share):
     incumbent = searched(indexed, budget)
     if incumbent.order is None:
         return
-    result = replay_graph(indexed.graph, schedule_of(indexed, incumbent.order))
+    result = replay(indexed.graph, schedule_of(indexed, incumbent.order))
     assert result.peak_bytes <= budget
     assert result.seconds == pytest.approx(incumbent.seconds)
 
@@ -180,7 +180,7 @@ def test_deep_layers_run_in_a_small_part_of_the_memory():
     budget = unplanned_peak(indexed) // 5
     incumbent = searched(indexed, budget)
     assert incumbent.order is not None
-    assert replay_graph(indexed.graph, schedule_of(indexed, incumbent.order)).peak_bytes <= budget
+    assert replay(indexed.graph, schedule_of(indexed, incumbent.order)).peak_bytes <= budget
     assert incumbent.seconds < 1.5 * indexed.seconds.sum()
 
 
@@ -195,7 +195,7 @@ def test_labels_that_mean_nothing_do_not_matter():
     assert abs(first_backward_node(indexed) - first_backward_node(IndexedGraph(graph))) <= 2
     incumbent = searched(indexed, unplanned_peak(indexed) // 2)
     assert incumbent.order is not None
-    assert replay_graph(plain, schedule_of(indexed, incumbent.order)).peak_bytes <= unplanned_peak(indexed) // 2
+    assert replay(plain, schedule_of(indexed, incumbent.order)).peak_bytes <= unplanned_peak(indexed) // 2
 
 
 def test_where_there_is_nothing_to_cut_there_is_no_answer():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from benchmarks.random_graphs import random_tiny_graph, random_training_graph
@@ -11,8 +13,7 @@ from solvers.graph.lower_bound import graph_bound_seconds
 from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph
-from solvers.problem.graph_simulator import replay_graph
-from solvers.problem.solution import GraphProblem
+from solvers.problem.simulator import replay
 from tests.support.graph_checks import optimum_seconds, telling_budgets, with_once
 
 RELATIVE = 1e-6  # what the integer programs are solved to
@@ -21,7 +22,7 @@ RELATIVE = 1e-6  # what the integer programs are solved to
 def check(graph, indexed: IndexedGraph, budget: int, solver: str, **arguments) -> None:
     """No method beats the oracle, is above it where it claims optimality, or has a bound above it."""
     best = exhaustive.solve(indexed, budget)
-    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=budget), solver, **arguments)
+    solution = solve_graph(graph, budget, solver, **arguments)
     if best is None:
         assert solution.status in ("infeasible", "unknown")
         assert solver != "auto" or solution.status == "infeasible"
@@ -32,7 +33,7 @@ def check(graph, indexed: IndexedGraph, budget: int, solver: str, **arguments) -
     if solution.schedule is None:
         assert solver != "auto"
         return
-    replayed = replay_graph(graph, solution.schedule)
+    replayed = replay(graph, solution.schedule)
     assert (replayed.peak_bytes, replayed.seconds) == (solution.peak_bytes, solution.seconds)
     assert replayed.peak_bytes <= budget
     assert replayed.seconds >= optimum * (1 - RELATIVE)
@@ -75,8 +76,7 @@ def test_a_training_graph_is_proven_and_larger_budgets_are_never_slower():
     graph = random_training_graph(60, 3)
     low, high = half_budget(graph), int(peak_profile(IndexedGraph(graph), range(len(graph.nodes))).max())
     solutions = [
-        solve_graph(GraphProblem(graph=graph, budget_bytes=budget), gap=0.0, time_limit_seconds=60.0)
-        for budget in (low, (low + high) // 2, high)
+        solve_graph(graph, budget, gap=0.0, time_limit_seconds=60.0) for budget in (low, (low + high) // 2, high)
     ]
     assert [solution.status for solution in solutions] == ["optimal"] * 3
     seconds = [solution.seconds or 0.0 for solution in solutions]
@@ -86,25 +86,25 @@ def test_a_training_graph_is_proven_and_larger_budgets_are_never_slower():
 
 def test_a_search_that_finds_nothing_more_ends_before_its_time():
     graph = random_training_graph(20, 1)
-    smallest = solve_graph(GraphProblem(graph=graph, budget_bytes=1)).shortage
+    smallest = solve_graph(graph, 1).shortage
     assert smallest is not None
-    budgeted = GraphProblem(graph=graph, budget_bytes=smallest.minimum_budget_bytes)
-    assert solve_graph(budgeted, time_limit_seconds=1e6, gap=0.0).schedule is not None
+    again = solve_graph(graph, smallest.minimum_budget_bytes, time_limit_seconds=1e6, gap=0.0)
+    assert again.schedule is not None
 
 
 @pytest.mark.slow
 def test_a_budget_below_the_largest_op_is_infeasible_and_says_what_would_do():
     graph = random_training_graph(60, 3)
-    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=1000), time_limit_seconds=2.0)
+    solution = solve_graph(graph, 1000, time_limit_seconds=2.0)
     assert solution.status == "infeasible" and solution.shortage is not None
     enough = solution.shortage.minimum_budget_bytes
     assert solution.shortage.stage in {node.name for node in graph.nodes}
-    assert solve_graph(GraphProblem(graph=graph, budget_bytes=enough), time_limit_seconds=2.0).schedule is not None
+    assert solve_graph(graph, enough, time_limit_seconds=2.0).schedule is not None
 
 
 def test_a_method_that_finds_nothing_does_not_call_a_budget_infeasible():
     graph = random_training_graph(60, 3)
-    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)), "keep_all")
+    solution = solve_graph(graph, half_budget(graph), "keep_all")
     assert solution.status == "unknown" and solution.shortage is not None
     assert solution.lower_bound_seconds >= graph.unplanned_seconds * (1 - RELATIVE)
 
@@ -122,11 +122,12 @@ def test_what_must_run_once_does_whatever_the_method(solver):
 @pytest.mark.parametrize("solver", ["auto", "demand"])
 def test_larger_graphs_with_nodes_that_run_once_are_solved(solver):
     graph = with_once(random_training_graph(60, 3), 3, 6)
-    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)), solver, time_limit_seconds=5.0)
+    solution = solve_graph(graph, half_budget(graph), solver, time_limit_seconds=5.0)
     assert solution.schedule is not None
-    runs = replay_graph(graph, solution.schedule).runs
-    assert all(count == 1 for count, node in zip(runs, graph.nodes, strict=True) if node.once)
-    assert max(runs) > 1
+    replay(graph, solution.schedule)
+    runs = Counter(solution.schedule.nodes_run())
+    assert all(runs[place] == 1 for place, node in enumerate(graph.nodes) if node.once)
+    assert max(runs.values()) > 1
 
 
 def test_the_file_of_a_graph_names_only_what_must_run_once():
@@ -142,7 +143,7 @@ def test_the_file_of_a_graph_names_only_what_must_run_once():
 )
 def test_bad_arguments_are_named(arguments, said):
     with pytest.raises(ValueError, match=said):
-        solve_graph(GraphProblem(graph=training_graph(3), budget_bytes=9), **arguments)
+        solve_graph(training_graph(3), 9, **arguments)
 
 
 def test_ctrl_c_leaves_the_best_order_so_far(monkeypatch):
@@ -151,7 +152,7 @@ def test_ctrl_c_leaves_the_best_order_so_far(monkeypatch):
 
     monkeypatch.setattr("solvers.graph.moments.MomentSearch.step", interrupted)
     graph = random_training_graph(60, 3)
-    solution = solve_graph(GraphProblem(graph=graph, budget_bytes=half_budget(graph)))
+    solution = solve_graph(graph, half_budget(graph))
     assert solution.interrupted and solution.status == "feasible"
 
 

@@ -17,7 +17,7 @@ from solvers.graph.order_merging import OrderMerging, TemplateProgram, template_
 from solvers.graph.order_repair import keep_what_fits
 from solvers.highs import Program
 from solvers.problem.examples import training_graph
-from solvers.problem.graph_simulator import replay_graph
+from solvers.problem.simulator import replay
 from tests.support.graph_checks import optimum_seconds, with_once
 
 SEEDS = range(40)
@@ -38,10 +38,10 @@ def test_demand_and_eviction_make_orders_that_replay(seed):
         if (order := eviction.eviction_order(indexed, budget, rerunnable, power)) is not None
     ]
     for order in made:
-        assert replay_graph(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
+        assert replay(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
         assert seconds_of(indexed, order) >= optimum_seconds(indexed, budget) - 1e-9
     for order in on_demand.orders(indexed, rerunnable):
-        replay_graph(indexed.graph, schedule_of(indexed, order))
+        replay(indexed.graph, schedule_of(indexed, order))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -53,7 +53,7 @@ def test_eviction_runs_nothing_again_that_must_run_once(seed):
     for share in (0.1, 0.3, 0.6):
         order = eviction.eviction_order(indexed, least + int(share * (most - least)), rerunnable)
         if order is not None:
-            replay_graph(indexed.graph, schedule_of(indexed, order))
+            replay(indexed.graph, schedule_of(indexed, order))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -62,7 +62,7 @@ def test_a_repair_is_never_slower_and_stays_in_the_budget(seed):
     budget = middle_budget(indexed)
     for order in on_demand.orders(indexed, np.ones(indexed.count, dtype=bool)):
         repaired = keep_what_fits(indexed, order, budget)
-        replay_graph(indexed.graph, schedule_of(indexed, repaired))
+        replay(indexed.graph, schedule_of(indexed, repaired))
         assert seconds_of(indexed, repaired) <= seconds_of(indexed, order)
         if peak_profile(indexed, order).max() <= budget:
             assert peak_profile(indexed, repaired).max() <= budget
@@ -84,7 +84,7 @@ def test_a_template_of_everything_is_as_good_as_the_oracle_unless_that_leaves_ri
     answer = program.program.solve(time_limit_seconds=20.0, start=program.encode(best))
     assert answer.values is not None
     order = program.order(answer.values)
-    assert replay_graph(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
+    assert replay(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
     assert seconds_of(indexed, order) == pytest.approx(optimum_seconds(indexed, budget), rel=1e-6)
 
 
@@ -153,7 +153,7 @@ def test_moves_improve_and_keep_the_budget(seed):
         step()
         assert incumbent.seconds <= before
     assert incumbent.order is not None and incumbent.seconds < start
-    replayed = replay_graph(graph, schedule_of(indexed, incumbent.order))
+    replayed = replay(graph, schedule_of(indexed, incumbent.order))
     assert replayed.peak_bytes <= incumbent.budget_bytes
     assert incumbent.bound_seconds <= replayed.seconds * (1 + 1e-6)
 

@@ -8,8 +8,8 @@ import pytest
 
 from solvers import Chain, Problem, ReplayError, replay, solve_chain
 from solvers.problem.chain import Shared
-from solvers.problem.chain_simulator import LiveSet, alive_before
 from solvers.problem.examples import equal_stages
+from solvers.problem.simulator import LiveSet, alive_before
 from tests.support.chains import UNIT, actions, random_chain
 
 

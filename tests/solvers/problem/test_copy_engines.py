@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from solvers import Chain, ReplayError, Schedule, replay
-from solvers.problem.chain_simulator import alive_before
-from solvers.problem.link import Link
+from solvers.problem.chain import Link
+from solvers.problem.simulator import alive_before
 from tests.support.chains import UNIT, actions
 
 KEPT = replace(UNIT, options=(replace(UNIT.options[0], offload_units=(3, 1)),), offload_units=(1,))
@@ -21,8 +21,8 @@ LINK = Link(to_host_bytes_per_second=2.0, to_device_bytes_per_second=1.0, latenc
 # 1.
 HAND = [
     ("forward", 0, 0),  # 0 to 1; leaves 5
-    ("offload", 0, 0),  # 3 bytes out: 1 to 1 + 0.5 + 1.5 = 3
-    ("offload", 0, 1),  # 1 byte out: 3 to 3 + 0.5 + 0.5 = 4
+    ("send", 0, 0),  # 3 bytes out: 1 to 1 + 0.5 + 1.5 = 3
+    ("send", 0, 1),  # 1 byte out: 3 to 3 + 0.5 + 0.5 = 4
     ("forward", 1, 0),  # 1 to 2; 5 + 6 = 11; leaves 10
     ("release", 0, 0),  # waits from 2 to 3; leaves 7
     ("forward", 2, 0),  # 3 to 4; 7 + 6 = 13; leaves 12
@@ -30,9 +30,9 @@ HAND = [
     ("free", 2),  # 10
     ("backward", 2),  # 4 to 6; 11 at most, leaves 6
     ("free", 1),  # 5
-    ("prefetch", 0, 0),  # back from 6 to 6 + 0.5 + 3 = 9.5; leaves 8
+    ("fetch", 0, 0),  # back from 6 to 6 + 0.5 + 3 = 9.5; leaves 8
     ("backward", 1),  # 6 to 8; 9 at most, leaves 4
-    ("prefetch", 0, 1),  # 9.5 to 11; leaves 5
+    ("fetch", 0, 1),  # 9.5 to 11; leaves 5
     ("free", 0),  # 4
     ("backward", 0),  # waits from 8 to 11, then until 13; 5 at most
 ]
@@ -58,11 +58,11 @@ def test_three_stages_with_stalls_in_both_directions() -> None:
 DROPPED = [
     ("forward", 0, 0),  # 0 to 1; leaves 5
     ("forward", 1),  # 1 to 2; leaves 6
-    ("offload", 1, 0),  # out from 2 to 3
+    ("send", 1, 0),  # out from 2 to 3
     ("forward", 2, 0),  # 2 to 3; leaves 11
     ("release", 1, 0),  # no wait; 10
     ("backward", 2),  # 3 to 5; 6
-    ("prefetch", 1, 0),  # back from 5 to 6.5; 7
+    ("fetch", 1, 0),  # back from 5 to 6.5; 7
     ("recompute", 1, 0),  # waits until 6.5, ends at 7.5; 11
     ("backward", 1),  # 9.5; 7
     ("backward", 0),  # 11.5; boundaries 0 to 2 remain: 3
@@ -76,7 +76,7 @@ def test_the_input_of_a_dropped_stage_travels_while_it_waits() -> None:
 
 
 def test_an_input_may_travel_again_after_a_run_that_drops_its_stage_again() -> None:
-    again = [("forward", 1), ("offload", 1, 0), ("release", 1, 0), ("prefetch", 1, 0)]
+    again = [("forward", 1), ("send", 1, 0), ("release", 1, 0), ("fetch", 1, 0)]
     result = replay(CHAIN, actions(*DROPPED[:7], *again, *DROPPED[7:]), LINK)
     assert [(c.begin_seconds, c.end_seconds) for c in result.copies[2:]] == [(7.5, 8.5), (8.5, 10.0)]
     assert (result.seconds, result.host_peak_bytes) == (15.0, 1)
@@ -106,26 +106,26 @@ def test_copies_need_a_usable_link(link: Link | None) -> None:
 
 
 FIRST = [("forward", 0, 0), ("forward", 1), ("forward", 2, 0)]
-OUT = [("offload", 0, 0), ("release", 0, 0)]
-LEFT = [("offload", 1, 0), ("release", 1, 0)]
+OUT = [("send", 0, 0), ("release", 0, 0)]
+LEFT = [("send", 1, 0), ("release", 1, 0)]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([("offload", 0, 0)], "stage 0 holds nothing that can be offloaded"),
-        ([("forward", 0, 0), ("offload", 0, 2)], "stage 0 holds no offload unit 2"),
-        ([("forward", 0, 0), ("offload", 0)], "stage 0 holds no offload unit None"),
-        ([("forward", 0, 0), ("offload", 0, 0), ("offload", 0, 0)], "is sent twice"),
+        ([("send", 0, 0)], "stage 0 holds nothing that can be offloaded"),
+        ([("forward", 0, 0), ("send", 0, 2)], "stage 0 holds no offload unit 2"),
+        ([("forward", 0, 0), ("send", 0)], "stage 0 holds no offload unit None"),
+        ([("forward", 0, 0), ("send", 0, 0), ("send", 0, 0)], "is sent twice"),
         ([("forward", 0, 0), ("release", 0, 0)], "offload unit 0 of stage 0 is not on its way to host memory"),
         ([("forward", 0, 0), *OUT, ("release", 0, 0)], "is not on its way to host memory"),
-        ([("forward", 0, 0), ("offload", 0, 0), ("prefetch", 0, 0)], "is not in host memory alone"),
-        ([("forward", 0), ("forward", 1), ("free", 0), ("offload", 1, 0)], "stage 1 holds nothing"),
+        ([("forward", 0, 0), ("send", 0, 0), ("fetch", 0, 0)], "is not in host memory alone"),
+        ([("forward", 0), ("forward", 1), ("free", 0), ("send", 1, 0)], "stage 1 holds nothing"),
         ([*FIRST, *LEFT, ("forward", 1)], "stage 1 needs its offload unit 0, which is not fetched back"),
         ([*FIRST, *LEFT, ("backward", 2), ("recompute", 1, 0)], "stage 1 needs its offload unit 0"),
-        ([*FIRST, ("offload", 2, 0), ("backward", 2)], "stage 2 needs its offload unit 0"),
+        ([*FIRST, ("send", 2, 0), ("backward", 2)], "stage 2 needs its offload unit 0"),
         ([*FIRST, *LEFT, ("free", 0)], "boundary 0 is freed while parts of it"),
-        ([*FIRST, ("free", 1), ("offload", 2, 0), ("backward", 2)], "boundary 1 is freed while stage 2, which is kept"),
+        ([*FIRST, ("free", 1), ("send", 2, 0), ("backward", 2)], "boundary 1 is freed while stage 2, which is kept"),
         ([("forward", 0), *FIRST[1:], *LEFT, ("forward", 0)], "stage 0 is run again while parts of its output"),
     ],
 )

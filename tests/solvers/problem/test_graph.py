@@ -12,8 +12,9 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
 from solvers.problem.examples import training_graph
-from solvers.problem.graph import Graph, GraphAction, GraphSchedule, Node
-from solvers.problem.graph_simulator import GraphReplayError, replay_graph
+from solvers.problem.graph import Graph, Node
+from solvers.problem.schedule import Action, Schedule
+from solvers.problem.simulator import ReplayError, replay
 
 
 def document() -> dict:
@@ -76,39 +77,40 @@ def hand_made() -> Graph:
     )
 
 
-def run(*steps: tuple[str, int]) -> GraphSchedule:
-    return GraphSchedule(tuple(GraphAction(op, node) for op, node in steps))  # type: ignore[arg-type]
+def run(*steps: tuple[str, int]) -> Schedule:
+    return Schedule(tuple(Action(op, node) for op, node in steps))  # type: ignore[arg-type]
 
 
 def test_a_replay_by_hand():
-    again = run(("compute", 0), ("compute", 1), ("free", 0), ("compute", 0), ("compute", 2), ("free", 0))
-    result = replay_graph(hand_made(), again)
+    again = run(("run", 0), ("run", 1), ("free", 0), ("run", 0), ("run", 2), ("free", 0))
+    result = replay(hand_made(), again)
     assert [moment.peak_bytes for moment in result.timeline] == [17, 15, 15, 18, 17, 17]
-    assert [moment.alive_bytes for moment in result.timeline] == [14, 15, 11, 15, 17, 13]
-    assert (result.peak_bytes, result.seconds, result.runs) == (18, 8.0, (2, 1, 1))
+    assert [moment.after_bytes for moment in result.timeline] == [14, 15, 11, 15, 17, 13]
+    assert (result.peak_bytes, result.seconds, again.nodes_run()) == (18, 8.0, [0, 1, 0, 2])
+    assert [moment.before_bytes for moment in result.timeline] == [10, 14, 15, 11, 15, 17]
     assert result.peak_moment is result.timeline[3]
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ([("compute", 1)], "without its inputs ['a']"),
-        ([("compute", 0), ("compute", 0)], "whose output is alive"),
+        ([("run", 1)], "without its inputs ['a']"),
+        ([("run", 0), ("run", 0)], "whose output is alive"),
         ([("free", 0)], "not alive"),
-        ([("compute", 0), ("compute", 1)], "'c' has never run"),
-        ([("compute", 0), ("compute", 1), ("compute", 2), ("free", 1)], "outputs ['b']"),
+        ([("run", 0), ("run", 1)], "'c' has never run"),
+        ([("run", 0), ("run", 1), ("run", 2), ("free", 1)], "outputs ['b']"),
     ],
 )
 def test_a_schedule_that_does_not_run_is_refused(steps, said):
-    with pytest.raises(GraphReplayError) as refused:
-        replay_graph(hand_made(), run(*steps))
+    with pytest.raises(ReplayError) as refused:
+        replay(hand_made(), run(*steps))
     assert said in str(refused.value)
 
 
 def test_first_runs_keep_the_order_of_the_nodes():
     nodes = (Node(name="a", seconds=1, output_bytes=1), Node(name="b", seconds=1, output_bytes=1))
-    with pytest.raises(GraphReplayError, match="first run of 'b' comes before that of 'a'"):
-        replay_graph(Graph(nodes=nodes), run(("compute", 1), ("compute", 0)))
+    with pytest.raises(ReplayError, match="first run of 'b' comes before that of 'a'"):
+        replay(Graph(nodes=nodes), run(("run", 1), ("run", 0)))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -120,8 +122,8 @@ def test_the_profile_of_an_order_is_what_the_replay_sees(seed):
         place = int(rng.integers(order.index(int(v)) + 1, len(order) + 1))
         order[place:place] = [*indexed.inputs[int(v)], int(v)]
     order = runnable(indexed, order)
-    result = replay_graph(graph, schedule_of(indexed, order))
-    computed = [moment.peak_bytes for moment in result.timeline if moment.action.op == "compute"]
+    result = replay(graph, schedule_of(indexed, order))
+    computed = [moment.peak_bytes for moment in result.timeline if moment.action.kind == "run"]
     assert computed == peak_profile(indexed, order).tolist()
     assert max(computed) == result.peak_bytes
 

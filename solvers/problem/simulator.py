@@ -1,16 +1,19 @@
-"""The replay of a chain's schedule: its memory timeline, seconds and copies, or the first action that is impossible."""
+"""The replay of a chain's or a graph's schedule: memory timeline, seconds and copies, or what is impossible in it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
-from solvers.problem.chain import TRANSFERS, Action, Chain, Option, Schedule, Shared
-from solvers.problem.copy_engines import Copy, CopyEngines, CopyError
+from solvers.problem.chain import Chain, Link, Option, Shared
 from solvers.problem.deadline import check_deadline
-from solvers.problem.link import Link
+from solvers.problem.graph import Graph
+from solvers.problem.schedule import TRANSFERS, Action, Schedule
+
+Direction = Literal["to_host", "to_device"]
+_Phase = Literal["leaving", "away", "coming"]
 
 
 class ReplayError(ValueError):
@@ -37,6 +40,18 @@ class ReplayedAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """The copy of one offload unit, in seconds since the step began."""
+
+    stage: int
+    unit: int
+    direction: Direction
+    begin_seconds: float
+    end_seconds: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """What a schedule costs.
 
@@ -58,8 +73,93 @@ class Replay:
 
     @property
     def peak_moment(self) -> ReplayedAction:
-        """The action at which the forward-backward peak stands."""
+        """The action at which the peak stands; of a chain that of forward and backward, the optimizer's step aside."""
         return max(self.timeline, key=lambda entry: entry.peak_bytes)
+
+
+def replay(problem: Chain | Graph, schedule: Schedule, link: Link | None = None) -> Replay:
+    """Run ``schedule`` through a problem; resident bytes are part of every number of bytes.
+
+    ``link``: to host memory; a schedule that offloads nothing needs none. Bytes on the device never depend on how fast
+    it is.
+
+    Raises:
+        ReplayError: an action of a chain needs something that is not alive, a stage goes
+            backward out of order or twice, host memory does not suffice, or the step does not finish. Of a graph: an
+            input is not alive, something alive is run again, something dead is freed, a node's first run is out of
+            order or missing, one that must run once runs again, or an output is not alive at the end.
+
+    >>> from solvers.problem.graph import Node
+    >>> a = Node(name="a", seconds=1.0, output_bytes=4, transient_bytes=3)
+    >>> graph = Graph(nodes=(a, Node(name="b", seconds=2.0, output_bytes=1, inputs=("a",))), outputs=("b",))
+    >>> run = (Action("run", 0), Action("run", 1), Action("free", 0))
+    >>> [entry.peak_bytes for entry in replay(graph, Schedule(actions=run)).timeline]
+    [7, 5, 5]
+    """
+    if isinstance(problem, Graph):
+        return _replay_graph(problem, schedule)
+    state = _ReplayState(problem, link)
+    timeline = tuple(state.run(position, action) for position, action in enumerate(schedule.actions))
+    if state.pending >= 0:
+        raise ReplayError(f"the schedule ends before the backward of stage {state.pending}")
+    peak = max(entry.peak_bytes for entry in timeline)
+    return Replay(
+        timeline=timeline,
+        peak_bytes=max(peak, problem.optimizer_peak_bytes),
+        seconds=sum(entry.seconds for entry in timeline),
+        stall_seconds=sum(entry.stall_seconds for entry in timeline),
+        host_peak_bytes=state.engines.host_peak_bytes,
+        copies=tuple(state.engines.copies),
+    )
+
+
+def _replay_graph(graph: Graph, schedule: Schedule) -> Replay:
+    index = {node.name: i for i, node in enumerate(graph.nodes)}
+    alive: set[int] = set()
+    ran = [False] * len(graph.nodes)
+    alive_bytes, first_runs, now = graph.resident_bytes, 0, 0.0
+    timeline: list[ReplayedAction] = []
+    for position, action in enumerate(schedule.actions):
+        node, before_bytes = graph.nodes[action.stage], alive_bytes
+        if action.kind == "free":
+            if action.stage not in alive:
+                raise ReplayError(f"action {position}: frees {node.name!r}, which is not alive")
+            peak_bytes, seconds = alive_bytes, 0.0
+            alive.discard(action.stage)
+            alive_bytes -= node.output_bytes
+        else:
+            missing = [name for name in node.inputs if index[name] not in alive]
+            if missing:
+                raise ReplayError(f"action {position}: runs {node.name!r} without its inputs {missing}")
+            if action.stage in alive:
+                raise ReplayError(f"action {position}: runs {node.name!r}, whose output is alive")
+            if action.stage > first_runs:
+                due = graph.nodes[first_runs].name
+                raise ReplayError(f"action {position}: the first run of {node.name!r} comes before that of {due!r}")
+            if node.once and ran[action.stage]:
+                raise ReplayError(f"action {position}: runs {node.name!r} again, which must run once")
+            first_runs += action.stage == first_runs
+            alive.add(action.stage)
+            ran[action.stage] = True
+            alive_bytes += node.output_bytes
+            peak_bytes, seconds = alive_bytes + node.transient_bytes, node.seconds
+        timeline.append(
+            ReplayedAction(
+                action=action,
+                before_bytes=before_bytes,
+                peak_bytes=peak_bytes,
+                after_bytes=alive_bytes,
+                seconds=seconds,
+                begin_seconds=now,
+            )
+        )
+        now += seconds
+    if first_runs < len(graph.nodes):
+        raise ReplayError(f"the end: {graph.nodes[first_runs].name!r} has never run")
+    dead = [name for name in graph.outputs if index[name] not in alive]
+    if dead:
+        raise ReplayError(f"the end: outputs {dead} are not alive")
+    return Replay(timeline=tuple(timeline), peak_bytes=max(entry.peak_bytes for entry in timeline), seconds=now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,30 +185,6 @@ class LiveSet:
     gradients: tuple[int, ...]
     incoming: int | None
     away: tuple[tuple[int, int], ...] = ()
-
-
-def replay(chain: Chain, schedule: Schedule, link: Link | None = None) -> Replay:
-    """Run ``schedule`` through ``chain``; bytes on the device never depend on how fast the link is.
-
-    ``link``: to host memory; a schedule that offloads nothing needs none.
-
-    Raises:
-        ReplayError: an action needs something that is not alive, a stage goes
-            backward out of order or twice, host memory does not suffice, or the step does not finish.
-    """
-    state = _ReplayState(chain, link)
-    timeline = tuple(state.run(position, action) for position, action in enumerate(schedule.actions))
-    if state.pending >= 0:
-        raise ReplayError(f"the schedule ends before the backward of stage {state.pending}")
-    peak = max(entry.peak_bytes for entry in timeline)
-    return Replay(
-        timeline=timeline,
-        peak_bytes=max(peak, chain.optimizer_peak_bytes),
-        seconds=sum(entry.seconds for entry in timeline),
-        stall_seconds=sum(entry.stall_seconds for entry in timeline),
-        host_peak_bytes=state.engines.host_peak_bytes,
-        copies=tuple(state.engines.copies),
-    )
 
 
 def alive_before(chain: Chain, schedule: Schedule, position: int) -> LiveSet:
@@ -139,7 +215,7 @@ class _ReplayState:
 
     def __init__(self, chain: Chain, link: Link | None) -> None:
         self.chain = chain
-        self.engines = CopyEngines(link)
+        self.engines = _CopyEngines(link)
         self.now = 0.0
         self.boundaries: set[int] = set()
         self.kept: dict[int, Option] = {}
@@ -212,7 +288,7 @@ class _ReplayState:
         before_bytes, begin_seconds = self.live_bytes(), self.now
         try:
             above_bytes, seconds, stall_seconds = self._act(action)
-        except CopyError as error:
+        except _CopyError as error:
             raise ReplayError(f"action {position}: {error}") from error
         self.held_bytes += self._stage_bytes(action.stage) - stage_bytes
         after_bytes = self.live_bytes()
@@ -238,10 +314,10 @@ class _ReplayState:
         size_bytes, unit = self._unit_bytes(action), action.option or 0
         if action.kind == "release":
             return self.engines.release(action.stage, unit, self.now)
-        if action.kind == "prefetch":
-            self.engines.prefetch(action.stage, unit, self.now)
+        if action.kind == "fetch":
+            self.engines.fetch(action.stage, unit, self.now)
         else:
-            self.engines.offload(action.stage, unit, size_bytes, self.now)
+            self.engines.send(action.stage, unit, size_bytes, self.now)
         return 0.0
 
     def _unit_bytes(self, action: Action) -> int:
@@ -344,3 +420,106 @@ class _ReplayState:
 
     def _fail(self, why: str) -> NoReturn:
         raise ReplayError(f"action {self.position}: {why}")
+
+
+class _CopyError(ValueError):
+    """A copy that cannot be; the message says why."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    size_bytes: int
+    phase: _Phase
+    done_seconds: float  # of the copy that began last
+
+
+class _CopyEngines:
+    """Both engines take copies one after another, in the order in which they are asked for.
+
+    Attributes:
+        copies: all that were asked for, in that order.
+        away_bytes: that offload units in host memory leave free on the device.
+        host_bytes: in use; an offload unit takes them from the begin of its copy until its stage has it again.
+        host_peak_bytes: the most until now.
+    """
+
+    def __init__(self, link: Link | None) -> None:
+        self.copies: list[Copy] = []
+        self.away_bytes = 0
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
+        self._link = link if link is not None and link.usable else None
+        self._free_seconds: dict[Direction, float] = {"to_host": 0.0, "to_device": 0.0}
+        self._transfers: dict[tuple[int, int], _Transfer] = {}
+
+    def away(self) -> tuple[tuple[int, int], ...]:
+        """Stage and offload unit of all that is not on the device."""
+        return tuple(sorted(key for key, transfer in self._transfers.items() if transfer.phase == "away"))
+
+    def has_transfers(self, stage: int) -> bool:
+        """Whether any offload unit of a stage was sent away and is not handed back to it."""
+        return any(key[0] == stage for key in self._transfers)
+
+    def send(self, stage: int, unit: int, size_bytes: int, now: float) -> None:
+        """Begin to copy an offload unit to host memory."""
+        if self._link is None:
+            raise _CopyError("something is sent to host memory, but there is no usable link")
+        if (stage, unit) in self._transfers:
+            raise _CopyError(f"offload unit {unit} of stage {stage} is sent twice")
+        limit = self._link.host_bytes
+        self.host_bytes += size_bytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        if limit is not None and self.host_bytes > limit:
+            raise _CopyError(f"{self.host_bytes} bytes of host memory are used, the limit is {limit}")
+        done = self._copy(stage, unit, size_bytes, "to_host", self._link.to_host_seconds(size_bytes), now)
+        self._transfers[stage, unit] = _Transfer(size_bytes, "leaving", done)
+
+    def release(self, stage: int, unit: int, now: float) -> float:
+        """Give back an offload unit's device bytes; returns the seconds that the computation waits for its copy."""
+        transfer = self._find(stage, unit, "leaving")
+        transfer.phase = "away"
+        self.away_bytes += transfer.size_bytes
+        return max(0.0, transfer.done_seconds - now)
+
+    def fetch(self, stage: int, unit: int, now: float) -> None:
+        """Take an offload unit's device bytes again and begin to copy it back."""
+        assert self._link is not None
+        transfer = self._find(stage, unit, "away")
+        transfer.phase = "coming"
+        self.away_bytes -= transfer.size_bytes
+        seconds = self._link.to_device_seconds(transfer.size_bytes)
+        transfer.done_seconds = self._copy(stage, unit, transfer.size_bytes, "to_device", seconds, now)
+
+    def hand_over(self, stage: int, now: float) -> float:
+        """The stage uses its offload units; returns the seconds that it waits until all of them are back."""
+        keys = [key for key in self._transfers if key[0] == stage]
+        ready_seconds = now
+        for key in keys:
+            transfer = self._transfers.pop(key)
+            if transfer.phase != "coming":
+                raise _CopyError(f"stage {stage} needs its offload unit {key[1]}, which is not fetched back")
+            ready_seconds = max(ready_seconds, transfer.done_seconds)
+            self.host_bytes -= transfer.size_bytes
+        return ready_seconds - now
+
+    def _copy(self, stage: int, unit: int, size_bytes: int, direction: Direction, seconds: float, now: float) -> float:
+        begin = max(self._free_seconds[direction], now)
+        end = self._free_seconds[direction] = begin + seconds
+        self.copies.append(
+            Copy(
+                stage=stage,
+                unit=unit,
+                direction=direction,
+                begin_seconds=begin,
+                end_seconds=end,
+                size_bytes=size_bytes,
+            )
+        )
+        return end
+
+    def _find(self, stage: int, unit: int, phase: _Phase) -> _Transfer:
+        transfer = self._transfers.get((stage, unit))
+        if transfer is None or transfer.phase != phase:
+            wanted = "on its way to host memory" if phase == "leaving" else "in host memory alone"
+            raise _CopyError(f"offload unit {unit} of stage {stage} is not {wanted}")
+        return transfer
