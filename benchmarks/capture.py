@@ -16,7 +16,7 @@ from benchmarks.op_graph import capture
 from benchmarks.random_graphs import random_training_graph
 from benchmarks.reporting import machine
 from profiler.json_files import write_whole
-from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.orders import IndexedGraph, peak_profile
 from solvers.problem.graph import Graph
 
 PROBLEMS = Path(__file__).parent / "problems"

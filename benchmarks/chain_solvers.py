@@ -15,7 +15,7 @@ from benchmarks.random_chains import large_chain
 from benchmarks.reporting import MIB, RESULTS, write_result
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
 from solvers.chain import baselines
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 from solvers.chain.revolve import forward_runs
 from solvers.chain.rotor import Table
 

@@ -16,7 +16,7 @@ from benchmarks.methods.published import method_names, solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
 from benchmarks.reporting import RESULTS, write_result
 from solvers.graph import exhaustive
-from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
+from solvers.graph.orders import IndexedGraph, peak_profile, seconds_of
 from solvers.problem.graph import Graph
 from solvers.problem.simulator import replay
 from solvers.problem.solution import Solution

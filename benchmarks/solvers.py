@@ -18,8 +18,8 @@ from benchmarks.methods.published import method_names
 from benchmarks.reporting import RESULTS, write_result
 from benchmarks.solver_claims import OVERRUN_SECONDS, Run, best_known, contradictions, verdicts
 from benchmarks.solver_runs import GRACE_SECONDS, Outcome, Task, read_graph, run_apart
-from solvers.graph.liveness import IndexedGraph, peak_profile
 from solvers.graph.lower_bound import smallest_working_set
+from solvers.graph.orders import IndexedGraph, peak_profile
 from solvers.graph.registry import DEFAULT_GAP, DEFAULT_SECONDS
 from solvers.problem.graph import Graph
 

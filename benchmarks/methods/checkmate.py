@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.methods.checkmate_model import CheckmateModel, Matrices
 from benchmarks.methods.stages import fitting_order, with_end
 from solvers.arrays import Mask
-from solvers.graph.liveness import IndexedGraph, seconds_of
+from solvers.graph.orders import IndexedGraph, seconds_of
 from solvers.problem.plain_data import check_size
 
 MOST_NODES = 500  # building the program takes 3 s at 200 nodes of a chain and grows with their square

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from solvers.arrays import Floats
-from solvers.graph.liveness import IndexedGraph
+from solvers.graph.orders import IndexedGraph
 from solvers.pulp_program import PulpProgram, Term, scaled
 
 _BYTE_SCALE = 1e4  # the budget in the program's units: HiGHS's tolerance of 1e-6 is a byte in 10 GB

@@ -20,7 +20,7 @@ import time
 
 from benchmarks.methods.intervals_model import IntervalsModel
 from benchmarks.methods.stages import fitting_order, with_end
-from solvers.graph.liveness import IndexedGraph
+from solvers.graph.orders import IndexedGraph
 from solvers.problem.plain_data import check_size
 
 MOST_NODES = 500  # building the program takes 7 s at 200 nodes of a chain and grows with their square

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from solvers.graph.liveness import IndexedGraph
+from solvers.graph.orders import IndexedGraph
 from solvers.pulp_program import PulpProgram, Term, Terms, chosen, scaled
 
 _BYTE_SCALE = 1e4  # the budget in the program's units: HiGHS's tolerance of 1e-6 is a byte in 10 GB

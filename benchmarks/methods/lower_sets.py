@@ -28,8 +28,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from solvers.arrays import Indices, Mask
-from solvers.graph.liveness import IndexedGraph, seconds_of
-from solvers.graph.order_repair import fits
+from solvers.graph.orders import IndexedGraph, fits, seconds_of
 from solvers.problem.deadline import check_deadline
 
 SecondsAndOrder = tuple[float, tuple[int, ...] | None]

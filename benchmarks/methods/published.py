@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from benchmarks.methods import checkmate, intervals, lower_sets
 from solvers.arrays import Mask
-from solvers.graph.incumbent import Incumbent
+from solvers.graph.orders import Incumbent
 from solvers.graph.registry import DEFAULT_GAP, METHODS, Method, graph_solver_names, solve_graph
 from solvers.problem.graph import Graph
 from solvers.problem.solution import Solution

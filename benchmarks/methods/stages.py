@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from solvers.graph.liveness import IndexedGraph
-from solvers.graph.order_repair import fits, without_unread_runs
+from solvers.graph.orders import IndexedGraph, fits, without_unread_runs
 from solvers.problem.graph import Node
 
 

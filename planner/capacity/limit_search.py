@@ -31,7 +31,7 @@ from profiler.agreement import made_by_rank0
 from profiler.measurement.device_memory import ran_out
 from profiler.records import Profile
 from solvers.chain.baselines import keep_all_replay
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 
 MOST_STEPS = 2**30  # whatever still fits then does not grow
 

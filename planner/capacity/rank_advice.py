@@ -28,7 +28,7 @@ from profiler.records import Profile
 from profiler.workload.data_parallel import gathered_sizes
 from profiler.workload.optimizers import optimizer_names
 from profiler.workload.workload import Workload
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 
 _NO_OFFLOAD = Offload(mode="never")
 NOTES = (

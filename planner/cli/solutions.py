@@ -21,11 +21,11 @@ from profiler.records import LeftOutRecord, PiecesRecord, Profile
 from profiler.target_record import TargetRecord
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.baselines import keep_all_replay
-from solvers.graph.liveness import unplanned_replay
+from solvers.graph.orders import unplanned_replay
 from solvers.graph.registry import DEFAULT_GAP, solve_graph
 from solvers.problem.chain import Link
 from solvers.problem.graph import Graph
-from solvers.problem.schedule import RUNS, Schedule
+from solvers.problem.schedule import RUNS
 
 CHAIN_FORMAT, CHAIN_VERSION = "planner-chain-solution", 1
 GRAPH_FORMAT, GRAPH_VERSION = "planner-graph-solution", 1

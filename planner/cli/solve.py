@@ -287,7 +287,7 @@ def _unplanned(source: Source) -> dict[str, Any]:
     """What is known of the step without a plan."""
     from profiler.records import Profile
     from solvers.chain.baselines import keep_all_replay
-    from solvers.graph.liveness import unplanned_replay
+    from solvers.graph.orders import unplanned_replay
     from solvers.problem.graph import Graph
 
     if isinstance(source, Profile):

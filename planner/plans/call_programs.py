@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.plans.refusals import Infeasible, require_schedule
-from planner.steps.graph_problem import StepProblem, StepSurroundings, step_problem
+from planner.step_problem import StepProblem, StepSurroundings, step_problem
 from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once

@@ -20,8 +20,8 @@ from profiler.records import Profile
 from solvers import Chain, Solution, frontier as solver_frontier
 from solvers.chain.baselines import keep_all_replay
 from solvers.chain.lower_bound import bound_seconds
-from solvers.graph.liveness import IndexedGraph, unplanned_replay
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
+from solvers.graph.orders import IndexedGraph, unplanned_replay
 from solvers.graph.registry import graph_frontier
 from solvers.problem.chain import Link
 from solvers.problem.graph import Graph

@@ -39,7 +39,7 @@ from profiler.records import MenuRecord, Profile
 from solvers import Chain, Problem, Solution, replay, solve_chain
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 from solvers.problem.deadline import Deadline
 
 if TYPE_CHECKING:

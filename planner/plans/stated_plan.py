@@ -40,10 +40,10 @@ from profiler.op_graph import ChoiceError, NamedStage, StageOps
 from profiler.program_replay import forward_flow, runs_with
 from profiler.records import Profile, StageRecord
 from solvers import Chain, Problem, Schedule, Solution, replay, solve_chain
+from solvers.chain.baselines import Segment, segmented_schedule
 from solvers.chain.fixed_stages import expanded, restricted
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.minimum_memory import shortage_of
-from solvers.chain.segments import Segment, segmented_schedule
+from solvers.chain.persistent import shortage_of
 from solvers.problem.schedule import RUNS, Action
 
 SOLVER = "by hand"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from solvers.chain.segments import Segment, first_pass, second_pass
+from solvers.chain.baselines import Segment, first_pass, second_pass
 from solvers.problem.chain import Chain, Option, Shared, Stage
 from solvers.problem.schedule import Action, Schedule
 from solvers.problem.simulator import ReplayedAction, replay

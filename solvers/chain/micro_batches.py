@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from solvers.chain.candidates import BASELINES, all_baseline_schedules, baseline_schedules, replayed
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.minimum_memory import smallest_schedule
+from solvers.chain.persistent import smallest_schedule
 from solvers.chain.registry import frontier, solve_chain
 from solvers.problem.chain import Chain
 from solvers.problem.deadline import Deadline, check_deadline

@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from solvers.chain import baselines, exhaustive, ilp
+from solvers.chain import exhaustive, ilp
+from solvers.chain.baselines import keep_all
 from solvers.chain.candidates import (
     BASELINES,
+    NEED_LINK,
+    USE_LINK,
     ReplayedSchedule,
     all_baseline_schedules,
     baseline_schedules,
+    can_offload,
     even_budgets,
     extreme_schedules,
+    frontier_with_copies,
     quick_schedules,
     replayed,
     rotor_frontier,
     rotor_points,
     rotor_schedules,
-)
-from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.minimum_memory import shortage, shortage_of
-from solvers.chain.offload_candidates import (
-    NEED_LINK,
-    USE_LINK,
-    can_offload,
-    frontier_with_copies,
     schedules_for_slower_links,
     schedules_with_copies,
     smallest_with_copies,
 )
+from solvers.chain.lower_bound import bound_seconds
+from solvers.chain.persistent import shortage, shortage_of
 from solvers.problem.chain import Chain, Link
 from solvers.problem.deadline import Deadline, left_seconds, unlimited
 from solvers.problem.plain_data import check_time_limit
 from solvers.problem.schedule import TRANSFERS, Schedule
-from solvers.problem.solution import Accepts, Candidate, Problem, Solution, undominated
-
-NAMES: tuple[str, ...] = (*BASELINES, "rotor", "ilp", "exhaustive", *NEED_LINK, "auto")
+from solvers.problem.solution import Accepts, Candidate, Problem, Solution, check_solver, undominated
 
 DEFAULT_ILP_SECONDS = 60.0  # proves most chains of 16 stages
 AUTO_ILP_SECONDS = 3.0  # what auto adds at most, unless it is given more
@@ -50,6 +46,9 @@ LEAST_SECONDS = 1.0  # what the quick methods get at least: a shorter limit is o
 INTERRUPTED_SECONDS = 1.0  # after Ctrl-C, for the baselines where nothing else is known
 FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
 
+# Adds the schedules without copies that it finds, as it finds them; returns the bound that it proves itself.
+Method = Callable[[Problem, float | None, list[ReplayedSchedule]], float]
+
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _TIE = 1e-12  # relative difference of two sums of the same seconds
 _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
@@ -57,7 +56,7 @@ _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
 
 def solver_names(*, linked: bool = True) -> tuple[str, ...]:
     """The methods that ``solve_chain`` and ``frontier`` know; ``linked=False`` leaves out those that need a link."""
-    return NAMES if linked else tuple(name for name in NAMES if name not in NEED_LINK)
+    return tuple(name for name in METHODS if linked or name not in NEED_LINK)
 
 
 def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: float | None = None) -> Solution:
@@ -150,10 +149,7 @@ def frontier(
 
 
 def _check(solver: str, time_limit_seconds: float | None, link: Link | None) -> None:
-    if solver not in NAMES:
-        near = difflib.get_close_matches(solver, NAMES, n=1)
-        meant = f"did you mean {near[0]}?" if near else "choose one of them; others are for graphs of ops"
-        raise ValueError(f"a solver: expected one of {', '.join(NAMES)}, got {solver!r}; {meant}")
+    check_solver("a solver", solver, METHODS, "choose one of them; others are for graphs of ops")
     if solver in NEED_LINK and (link is None or not link.usable):
         raise ValueError(
             f"{solver}: expected a link with rates above zero and host memory, got {link!r}; give one, or choose 'auto'"
@@ -238,7 +234,7 @@ def _where_time_is_over(
 ) -> Solution:
     """The smallest peak that is known until then stands for the smallest budget."""
     chain = problem.chain
-    known = known or [replayed(chain, "keep_all", schedule) for schedule in baselines.keep_all(chain)]
+    known = known or [replayed(chain, "keep_all", schedule) for schedule in keep_all(chain)]
     lowest = min(known, key=lambda entry: entry.peak_bytes)
     return Solution(
         solver=solver,
@@ -252,49 +248,54 @@ def _where_time_is_over(
 def _find(problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
     """Add to ``found`` what the method finds, as it finds it; the bound that it proves itself."""
     if not can_offload(problem.chain, problem.link):
-        return _find_without_copies(problem, solver, time_limit_seconds, found)
+        return METHODS[solver](problem, time_limit_seconds, found)
     if solver in USE_LINK:
         found += schedules_with_copies(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
     if solver == "auto":
         best = _fastest(problem, found)
         if best is None or not _is_proven(best.seconds, _bound(problem)):
             found += schedules_for_slower_links(problem, math.inf if best is None else best.seconds)
-    _find_without_copies(problem, solver, time_limit_seconds, found)
+    METHODS[solver](problem, time_limit_seconds, found)
     return 0.0  # no method knows links in its proof
 
 
-def _find_without_copies(
-    problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]
-) -> float:
-    if solver in BASELINES:
-        found += baseline_schedules(problem.chain, solver)
-    elif solver == "offload_only":
-        found += _kept_whole(problem.chain)
-    elif solver in ("rotor", "pofo", "offload_ilp"):
-        found += rotor_schedules(problem)
-    elif solver == "auto":
-        return _find_by_all(problem, time_limit_seconds, found)
-    elif solver == "ilp":
-        return _find_by_program(problem, time_limit_seconds or DEFAULT_ILP_SECONDS, found)
-    else:
-        return _add(problem, solver, exhaustive.solve(problem), found)
+def _baseline(name: str) -> Method:
+    def find(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
+        found += baseline_schedules(problem.chain, name)
+        return 0.0
+
+    return find
+
+
+def _keep_whole(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
+    found += _kept_whole(problem.chain)
     return 0.0
 
 
 def _kept_whole(chain: Chain) -> list[ReplayedSchedule]:
-    return [replayed(chain, "offload_only", schedule) for schedule in baselines.keep_all(chain)]
+    return [replayed(chain, "offload_only", schedule) for schedule in keep_all(chain)]
 
 
-def _find_by_program(problem: Problem, time_limit_seconds: float, found: list[ReplayedSchedule]) -> float:
+def _rotor(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
+    found += rotor_schedules(problem)
+    return 0.0
+
+
+def _exhaustive(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
+    return _add(problem, "exhaustive", exhaustive.solve(problem), found)
+
+
+def _ilp(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
     """Add the program's answer; the extremes are incumbents, so that a feasible budget is never called infeasible.
 
     Without shared tensors the program bounds the chain with them; where its answer does not fit together with
     them, the program with all of them counted throughout gives one that does.
     """
-    chain, deadline = problem.chain, time.perf_counter() + time_limit_seconds
+    chain, limit_seconds = problem.chain, time_limit_seconds or DEFAULT_ILP_SECONDS
+    deadline = time.perf_counter() + limit_seconds
     found += [replayed(chain, "ilp", schedule) for schedule in extreme_schedules(chain)]
     without_shared = replace(problem, chain=replace(chain, shared=()))
-    share = time_limit_seconds / 2 if chain.shared else time_limit_seconds
+    share = limit_seconds / 2 if chain.shared else limit_seconds
     answer = ilp.solve(without_shared, share)
     proven = _add(problem, "ilp", answer, found)
     if chain.shared and proven < math.inf and (answer.schedule is None or found[-1].peak_bytes > problem.budget_bytes):
@@ -303,7 +304,7 @@ def _find_by_program(problem: Problem, time_limit_seconds: float, found: list[Re
     return proven
 
 
-def _find_by_all(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
+def _auto(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
     start, chain = time.perf_counter(), problem.chain
     found += all_baseline_schedules(chain)
     found += rotor_schedules(problem)
@@ -313,11 +314,23 @@ def _find_by_all(problem: Problem, time_limit_seconds: float | None, found: list
     limit = AUTO_ILP_SECONDS if time_limit_seconds is None else time_limit_seconds - (time.perf_counter() - start)
     if not is_open or limit <= 0 or len(chain.stages) > AUTO_ILP_STAGES:
         return 0.0
-    proven = _find_by_program(problem, limit, found)
+    proven = _ilp(problem, limit, found)
     if len(chain.stages) <= EXHAUSTIVE_STAGES and _fastest(problem, found) is None:
         found.clear()  # schedules of no other method's class
-        return _add(problem, "exhaustive", exhaustive.solve(problem), found)
+        return _exhaustive(problem, None, found)
     return proven
+
+
+METHODS: dict[str, Method] = {
+    **{name: _baseline(name) for name in BASELINES},
+    "rotor": _rotor,
+    "ilp": _ilp,
+    "exhaustive": _exhaustive,
+    "offload_only": _keep_whole,
+    "pofo": _rotor,
+    "offload_ilp": _rotor,
+    "auto": _auto,
+}
 
 
 def _add(problem: Problem, solver: str, candidate: Candidate, found: list[ReplayedSchedule]) -> float:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from math import comb
 
+from solvers.chain.baselines import Segment, droppable_runs
 from solvers.chain.persistent import PersistentChoice, persistent_schedule
-from solvers.chain.segments import Segment, droppable_runs
 from solvers.problem.chain import Chain
 from solvers.problem.plain_data import is_whole
 from solvers.problem.schedule import Schedule

@@ -20,7 +20,7 @@ from math import inf
 from operator import or_
 from typing import NamedTuple
 
-from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.orders import IndexedGraph, peak_profile
 from solvers.problem.deadline import check_deadline
 from solvers.problem.plain_data import check_size
 

@@ -1,7 +1,7 @@
 """Treats a graph as a chain of blocks: a menu of options for each block, combined by the dynamic program for chains.
 
-Formulation: the forward nodes are cut where little is read across (``solvers.graph.block_partition``), each block gets
-a menu of what to keep for its backward (``solvers.graph.block_options``), and a table for chains chooses per block and
+Formulation: the forward nodes are cut where little is read across (``solvers.graph.blocks``), each block gets
+a menu of what to keep for its backward (``solvers.graph.blocks``), and a table for chains chooses per block and
 budget: keep one of the menu's sets, or nothing but the block's entry and run it again later. The table's answers are
 written out as orders of the graph's own nodes and checked against the exact profile; several near the last answer that
 fits are offered. Finer and coarser blocks are tried in turn.
@@ -19,11 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from solvers.arrays import Mask
-from solvers.graph.block_options import BlockMenus, BlockOption, node_of, peak_bytes, runs_to_make
-from solvers.graph.block_partition import Block, cut_into_blocks
-from solvers.graph.incumbent import Incumbent
-from solvers.graph.liveness import IndexedGraph, seconds_of
-from solvers.graph.order_repair import fits
+from solvers.graph.blocks import Block, BlockMenus, BlockOption, cut_into_blocks, node_of, peak_bytes, runs_to_make
+from solvers.graph.orders import Incumbent, IndexedGraph, fits, seconds_of
 from solvers.problem.chain import Chain, Option, Stage
 from solvers.problem.schedule import Action, Schedule
 

@@ -7,7 +7,7 @@ greedily by seconds per byte. The bound is the largest one over all t, of graphs
 them, and where the time is over of those until then.
 
 Guarantee: no schedule within the budget is faster; infinite where one node does not fit. It is the relaxation of
-``solvers.graph.moments_program`` at one moment and without the inputs of what runs again, so never above that
+``solvers.graph.moments`` at one moment and without the inputs of what runs again, so never above that
 program's. Complexity: O(n^2) for n nodes, vectorised. Units: bytes and seconds.
 Source: Dantzig, "Discrete-variable extremum problems" (1957), for the knapsack's relaxation.
 """
@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from solvers.graph.liveness import IndexedGraph, peak_profile
+from solvers.graph.orders import IndexedGraph, peak_profile
 from solvers.problem.deadline import left_seconds
 
 _MOST_MOMENTS = 2000  # looked at, evenly picked where more exceed the budget: each bounds on its own

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from solvers.arrays import Floats
-from solvers.graph.incumbent import Incumbent
-from solvers.graph.liveness import IndexedGraph
+from solvers.graph.orders import Incumbent, IndexedGraph
 from solvers.highs import Program
 from solvers.problem.deadline import check_deadline
 

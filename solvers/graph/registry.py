@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,24 +12,14 @@ import numpy as np
 
 from solvers.arrays import Mask
 from solvers.chain import rotor
-from solvers.graph import (
-    eviction,
-    exhaustive,
-    hierarchy,
-    moments,
-    neighbourhood_search,
-    on_demand,
-    order_merging,
-)
-from solvers.graph.incumbent import SMALLEST_GAP, Incumbent
-from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph import exhaustive, hierarchy, moments, order_merging, quick_orders
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
-from solvers.graph.order_repair import fits
+from solvers.graph.orders import SMALLEST_GAP, Incumbent, IndexedGraph, fits, peak_profile, schedule_of, seconds_of
 from solvers.problem.deadline import Deadline, check_deadline
 from solvers.problem.graph import Graph
 from solvers.problem.plain_data import check_budget, check_time_limit
 from solvers.problem.simulator import replay
-from solvers.problem.solution import Shortage, Solution, undominated
+from solvers.problem.solution import Shortage, Solution, check_solver, undominated
 
 EXHAUSTIVE_NODES = 10  # auto asks the exact oracle up to here: milliseconds (tests/solvers/graph/test_registry.py)
 DEFAULT_SECONDS = 60.0
@@ -59,7 +48,7 @@ def _demand(incumbent: Incumbent, rerunnable: Mask) -> None:
     """The fastest orders made on demand that fit, repaired."""
     indexed = incumbent.indexed
     fitting: list[list[int]] = []
-    for order in takewhile(lambda _: not incumbent.done, on_demand.orders(indexed, rerunnable)):
+    for order in takewhile(lambda _: not incumbent.done, quick_orders.orders(indexed, rerunnable)):
         incumbent.note(order, "demand")
         if fits(indexed, order, incumbent.budget_bytes):
             fitting.append(order)
@@ -78,12 +67,12 @@ def _evictions(incumbent: Incumbent, rerunnable: Mask) -> Iterator[None]:
     """Endless trials: the published score, its other powers, then all of them with noise."""
     rng, noise = np.random.default_rng(0), np.ones(incumbent.indexed.count)
     for trial in count():
-        power = eviction.POWERS[trial % len(eviction.POWERS)]
-        order = eviction.eviction_order(incumbent.indexed, incumbent.budget_bytes, rerunnable, power, noise)
+        power = quick_orders.POWERS[trial % len(quick_orders.POWERS)]
+        order = quick_orders.eviction_order(incumbent.indexed, incumbent.budget_bytes, rerunnable, power, noise)
         if order is not None:
             incumbent.offer(order, "eviction")
         yield
-        if trial + 1 >= len(eviction.POWERS):
+        if trial + 1 >= len(quick_orders.POWERS):
             noise = rng.lognormal(sigma=_NOISE, size=incumbent.indexed.count)
 
 
@@ -104,7 +93,7 @@ def _auto(incumbent: Incumbent, rerunnable: Mask) -> None:
     _demand(incumbent, rerunnable)
     evictions = _evictions(incumbent, rerunnable)
     enough_seconds = _START_SHARE * incumbent.left_seconds
-    for _ in eviction.POWERS:
+    for _ in quick_orders.POWERS:
         if incumbent.order is None or incumbent.left_seconds > enough_seconds:
             next(evictions)
     local_moves = _moves(incumbent, rerunnable, evictions)
@@ -131,7 +120,7 @@ def _moves(incumbent: Incumbent, rerunnable: Mask, evictions: Iterator[None]) ->
     True after each of these moves; it ends after ``_IDLE_MOVES`` of them in a row that found nothing better.
     """
     merging, shrinking = (order_merging.OrderMerging(incumbent, smallest_peak=peak) for peak in (False, True))
-    neighbourhood = neighbourhood_search.NeighbourhoodSearch(incumbent, rerunnable)
+    neighbourhood = moments.NeighbourhoodSearch(incumbent, rerunnable)
     improving = [merging.step, merging.step, neighbourhood.step]
     idle_moves = 0
     while True:
@@ -249,10 +238,7 @@ def graph_frontier(
 
 
 def _check(solver: str, time_limit_seconds: float | None, gap: float) -> None:
-    if solver not in METHODS:
-        near = difflib.get_close_matches(solver, METHODS, n=1)
-        meant = f"did you mean {near[0]}?" if near else "choose one of them"
-        raise ValueError(f"a solver of graphs: expected one of {', '.join(METHODS)}, got {solver!r}; {meant}")
+    check_solver("a solver of graphs", solver, METHODS)
     check_time_limit(time_limit_seconds)
     if not 0 <= gap < 1:
         raise ValueError(f"a gap: expected a share from 0 to below 1, got {gap!r}; leave it out for the default")
@@ -301,7 +287,7 @@ def _find_smallest(incumbent: Incumbent, rerunnable: Mask) -> None:
         assert order is not None
         incumbent.note(order, "exhaustive")
         return
-    for order in on_demand.orders(incumbent.indexed, rerunnable):
+    for order in quick_orders.orders(incumbent.indexed, rerunnable):
         incumbent.note(order, "demand")
     _shrink(incumbent, rerunnable)
 
@@ -331,7 +317,7 @@ def _shrink(incumbent: Incumbent, rerunnable: Mask) -> None:
 def _find_any(incumbent: Incumbent, rerunnable: Mask) -> None:
     """Look for an order that fits: by eviction, and by rounds of the moments program."""
     evictions = _evictions(incumbent, rerunnable)
-    for _ in eviction.POWERS:
+    for _ in quick_orders.POWERS:
         if incumbent.order is None:
             next(evictions)
     search = moments.MomentSearch(incumbent, rerunnable.copy())

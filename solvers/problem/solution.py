@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
@@ -128,3 +129,12 @@ class Candidate:
     schedule: Schedule | None
     lower_bound_seconds: float = 0.0
     interrupted: bool = False
+
+
+def check_solver(what: str, solver: str, names: Iterable[str], remedy: str = "choose one of them") -> None:
+    """Raises ValueError for a method that is not among ``names``, with the nearest of them or else the remedy."""
+    known = list(names)
+    if solver not in known:
+        near = difflib.get_close_matches(solver, known, n=1)
+        meant = f"did you mean {near[0]}?" if near else remedy
+        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {solver!r}; {meant}")

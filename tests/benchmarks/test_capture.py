@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.capture import PROBLEMS, RANDOM, Entry, compact, drawn, save, table
 from benchmarks.op_graph import SPLIT_BYTES, Model, build, capture, scaled, trace
 from benchmarks.random_graphs import random_training_graph
-from solvers.graph.liveness import IndexedGraph, schedule_of
+from solvers.graph.orders import IndexedGraph, schedule_of
 from solvers.problem.graph import Graph
 from solvers.problem.simulator import Replay, replay
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.methods import checkmate, intervals
 from benchmarks.methods.published import solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
-from solvers.graph.liveness import IndexedGraph
+from solvers.graph.orders import IndexedGraph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.methods import checkmate, intervals, lower_sets, stages
 from benchmarks.methods.published import PUBLISHED, method_names, solve_with_any
 from benchmarks.random_graphs import random_tiny_graph
-from solvers.graph.liveness import IndexedGraph
+from solvers.graph.orders import IndexedGraph
 from solvers.graph.registry import graph_solver_names
 from solvers.problem.simulator import replay
 from tests.support.graph_checks import optimum_seconds, telling_budgets, with_once

@@ -13,7 +13,7 @@ from benchmarks.graph_oracle import Instance, judge
 from benchmarks.solver_claims import CLAIMS, Run, contradictions, verdicts
 from benchmarks.solver_runs import Outcome, Task, peak_resident_mib, run_apart
 from benchmarks.solvers import Ask, Case, open_case, options_from, plan, problem_path, share_of
-from solvers.graph.liveness import IndexedGraph, schedule_of
+from solvers.graph.orders import IndexedGraph, schedule_of
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph
 from solvers.problem.solution import Solution

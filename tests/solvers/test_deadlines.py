@@ -16,7 +16,7 @@ from benchmarks.random_graphs import random_training_graph
 from solvers.chain.baselines import keep_all_replay
 from solvers.chain.candidates import BASELINES
 from solvers.chain.registry import frontier, solve_chain, solver_names
-from solvers.graph.liveness import unplanned_replay
+from solvers.graph.orders import unplanned_replay
 from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
 from solvers.problem.deadline import Deadline, TimeOver, check_deadline, left_seconds
 from solvers.problem.simulator import replay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.steps.graph_problem import StepSurroundings
+from planner.step_problem import StepSurroundings
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 
 KIB = 2**10

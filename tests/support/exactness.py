@@ -15,7 +15,7 @@ from planner.plans.cost_model import chain_of
 from planner.plans.solving import plan_of
 from profiler.workload.workload import Workload
 from solvers import Chain, Problem, Schedule, Solution, replay
-from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
+from solvers.chain.baselines import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain import Link
 
 DEPTHS = (0.0, 0.3, 0.6)

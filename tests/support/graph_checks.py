@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from solvers.graph import exhaustive
-from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph.orders import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.problem.graph import Graph
 from solvers.problem.simulator import replay
 

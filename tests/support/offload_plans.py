@@ -8,7 +8,7 @@ from typing import Any
 import planner
 from planner.plans.cost_model import chain_of
 from solvers import Chain, Schedule
-from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
+from solvers.chain.baselines import Segment, droppable_runs, segmented_schedule
 from solvers.problem.chain import Link
 from tests.support.exactness import choosing_inside, following
 from tests.support.random_transfers import AMPLE, with_transfers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from solvers.chain.segments import Segment, segmented_schedule
+from solvers.chain.baselines import Segment, segmented_schedule
 from tests.support.exactness import assert_same, budgets, following, state_after
 from tests.support.step_peaks import peaks_of_steps
 

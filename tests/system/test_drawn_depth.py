@@ -17,7 +17,7 @@ import planner
 from benchmarks.outside_meter import OutsideMeter
 from planner.plans.cost_model import chain_of
 from profiler.workload.workload import Workload
-from solvers.chain.segments import droppable_runs, segmented_schedule
+from solvers.chain.baselines import droppable_runs, segmented_schedule
 from tests.support.drawn_depth import (
     DRAWS,
     assert_promises_kept,

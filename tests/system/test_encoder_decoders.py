@@ -8,7 +8,7 @@ import torch
 import planner
 from planner.plans.cost_model import chain_of
 from profiler.workload.workload import Workload
-from solvers.chain.segments import Segment, segmented_schedule
+from solvers.chain.baselines import Segment, segmented_schedule
 from tests.support.encoder_decoder import FRAMES, EncoderDecoder
 from tests.support.exactness import assert_same, budgets, following, state_after
 from tests.support.nightly import by_day

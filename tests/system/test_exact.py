@@ -19,7 +19,7 @@ from planner.runtime.dropped_stage import DroppedStage
 from profiler.recomputation import module_rerun
 from profiler.workload.workload import Workload
 from solvers import replay
-from solvers.chain.segments import Segment, droppable_runs, segmented_schedule
+from solvers.chain.baselines import Segment, droppable_runs, segmented_schedule
 from tests.support.exactness import assert_same, budgets, choosing_inside, following, state_after
 from tests.support.nightly import by_day
 from tests.support.odd_models import MODELS, workload

@@ -17,7 +17,7 @@ from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
 from solvers import Action, Schedule
 from solvers.chain import baselines
-from solvers.chain.segments import Segment, segmented_schedule
+from solvers.chain.baselines import Segment, segmented_schedule
 from tests.support.exactness import following
 from tests.support.step_peaks import peaks_of_steps
 

@@ -14,7 +14,7 @@ import planner
 from planner.plans.cost_model import chain_of
 from profiler.recomputation.saved_tensors import RerunError
 from profiler.workload.workload import Workload
-from solvers.chain.segments import droppable_runs, segmented_schedule
+from solvers.chain.baselines import droppable_runs, segmented_schedule
 from tests.support.exactness import assert_same, choosing_inside, following, state_after
 from tests.support.small_blocks import WIDTH, Stack
 

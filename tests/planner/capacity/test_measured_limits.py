@@ -12,7 +12,7 @@ from planner.capacity.limit_search import LimitSearch, PredictedLimits, SearchSt
 from planner.capacity.scaling import scaling_over
 from planner.capacity.step_trial import Trial
 from planner.plans.cost_model import chain_of
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 
 STEP = 64
 SIZES = (2 * STEP, 3 * STEP, 4 * STEP)

@@ -13,7 +13,7 @@ from planner.capacity.scaling import IncompatibleProfiles, ProfileScaling, scali
 from planner.plans.cost_model import chain_of
 from solvers import replay
 from solvers.chain.baselines import keep_all
-from solvers.chain.minimum_memory import smallest_schedule
+from solvers.chain.persistent import smallest_schedule
 
 SIZES = (2, 3, 4)
 

@@ -21,7 +21,7 @@ from planner.plans.offload_request import Offload
 from planner.plans.solving import quick_plan
 from profiler.workload.data_parallel import gathered_sizes, states_in
 from profiler.workload.workload import Workload
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 from tests.support.nightly import by_day
 from tests.support.parallel_models import Transformer, next_words, words
 

@@ -9,7 +9,7 @@ import pytest
 
 from planner.plans.lowering import can_carry_out
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 from tests.support.chains import random_chain
 from tests.support.planned_blocks import planned_block
 

@@ -8,7 +8,7 @@ import pytest
 
 import planner
 from planner.plans.call_programs import GraphSearch, first_difference, order_within
-from planner.steps.graph_problem import StepProblem, step_problem
+from planner.step_problem import StepProblem, step_problem
 from profiler.step_graph import StepRuns
 from tests.support.chain_steps import AROUND, KIB, chain_step
 

@@ -9,7 +9,7 @@ import pytest
 
 import planner
 from planner import Offload
-from planner.steps.graph_problem import step_problem
+from planner.step_problem import step_problem
 from solvers import Chain, Link, Problem, solve_chain
 from solvers.problem.examples import equal_stages
 from tests.support.chain_steps import AROUND, KIB, chain_step

@@ -14,7 +14,7 @@ import planner
 from planner.plans.cost_model import chain_of
 from planner.runtime.stage_places import StagePlace, StagePlaces
 from profiler.workload.workload import Workload
-from solvers.chain.segments import droppable_runs, segmented_schedule
+from solvers.chain.baselines import droppable_runs, segmented_schedule
 from tests.support.drawn_depth import WIDTH, Drawing, Layer, assert_promises_kept, run_of
 from tests.support.events import Events
 from tests.support.exactness import following

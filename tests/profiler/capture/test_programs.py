@@ -11,14 +11,14 @@ from torch import nn
 
 from planner import zoo
 from planner.plans.call_programs import runs_of
-from planner.steps.graph_problem import StepSurroundings, step_problem
+from planner.step_problem import StepSurroundings, step_problem
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import capture_call
 from profiler.capture.captures import difference
 from profiler.capture.joint_graph import step_graph_of
 from profiler.capture.programs import StepOrder, order_of, programs_of
 from profiler.step_graph import StepGraph, StepRuns
-from solvers.graph.liveness import unplanned_replay
+from solvers.graph.orders import unplanned_replay
 from solvers.graph.registry import solve_graph
 from tests.support.nightly import by_day
 

@@ -10,7 +10,7 @@ import pytest
 from solvers import Chain, Problem, Solution, replay, solve_chain, solver_names
 from solvers.chain.ilp import ChainModel
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 from tests.support.chains import random_chain
 from tests.support.nightly import by_day
 

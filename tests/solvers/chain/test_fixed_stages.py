@@ -9,9 +9,9 @@ import pytest
 
 from solvers import Action, Chain, Problem, Schedule, replay, solve_chain
 from solvers.chain import baselines
+from solvers.chain.baselines import Segment, segmented_schedule
 from solvers.chain.fixed_stages import expanded, restricted
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.segments import Segment, segmented_schedule
 from solvers.problem.chain import Shared
 from solvers.problem.examples import equal_stages
 from tests.support.chains import random_chain

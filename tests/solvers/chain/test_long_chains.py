@@ -11,7 +11,7 @@ from benchmarks.random_chains import large_chain
 from solvers import Chain, Problem, frontier, replay, solve_chain
 from solvers.chain import baselines
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.minimum_memory import shortage, smallest_schedule
+from solvers.chain.persistent import shortage, smallest_schedule
 from solvers.chain.rotor import Effort, Table
 from tests.support.chains import UNIT, random_chain
 

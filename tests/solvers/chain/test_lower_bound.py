@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.random_chains import large_chain
 from solvers import Chain, Link, Schedule, replay
-from solvers.chain import chen, revolve
+from solvers.chain import revolve
+from solvers.chain.baselines import sqrt_segments
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.rotor import Table
 from solvers.chain.transfer_placement import Placement
@@ -19,7 +20,7 @@ from tests.support.chains import UNIT, random_chain, with_offload_units
 
 def refuters(chain: Chain, table_chain: Chain | None = None) -> list[Schedule]:
     table = Table(table_chain or chain)
-    return [table.schedule(p) for p in table.points()] + chen.sqrt_segments(chain) + revolve.schedules(chain)
+    return [table.schedule(p) for p in table.points()] + sqrt_segments(chain) + revolve.schedules(chain)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.random_chains import large_chain
 from solvers import Chain, Problem, Schedule, frontier, replay, solve_chain, solver_names
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 from solvers.chain.rotor import Table
 from solvers.problem.examples import equal_stages
 from tests.support.chains import UNIT, random_chain

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.random_chains import large_chain
 from solvers import Chain, Link, Problem, Solution, frontier, replay, solve_chain
-from solvers.chain import offload_ilp
-from solvers.chain.offload_candidates import without_offload_units
+from solvers.chain import offloading
+from solvers.chain.candidates import without_offload_units
 from solvers.problem.schedule import TRANSFERS
 from tests.support.chains import UNIT, with_offload_units
 
@@ -183,7 +183,7 @@ def test_the_program_counts_all_bytes_of_its_own_schedule(seed: int) -> None:
     over = link(rate_of(chain))
     for part in range(1, 4):
         problem = Problem(chain=chain, budget_bytes=low + (high - low) * part // 4, link=over)
-        schedule = offload_ilp.solve(problem, over)
+        schedule = offloading.solve_program(problem, over)
         assert schedule is not None
         assert replay(chain, schedule, over).peak_bytes <= problem.budget_bytes
 

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from solvers import Chain, Link, Problem, replay, solve_chain
-from solvers.chain.minimum_memory import shortage
+from solvers.chain.persistent import shortage
 from tests.support.chains import UNIT, random_chain, with_offload_units
 from tests.support.offload_oracle import fastest_seconds
 

@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.random_chains import large_chain
 from solvers import Action, Chain, Schedule, replay
-from solvers.chain.rotor import Table
-from solvers.chain.rotor_bound import PersistentBound
+from solvers.chain.rotor import PersistentBound, Table
 from solvers.problem.examples import equal_stages
 from tests.support.chains import random_chain
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.random_graphs import random_tiny_graph
 from solvers.graph import exhaustive
-from solvers.graph.liveness import IndexedGraph, schedule_of
+from solvers.graph.orders import IndexedGraph, schedule_of
 from solvers.problem.examples import training_graph
 from solvers.problem.simulator import replay
 from tests.support.graph_checks import optimum_seconds, unplanned_peak, with_once

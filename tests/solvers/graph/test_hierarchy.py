@@ -11,12 +11,10 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph, random_training_graph
 from solvers.chain.rotor import Table
 from solvers.graph import hierarchy
-from solvers.graph.block_options import BlockMenus, node_of
-from solvers.graph.block_partition import cut_into_blocks, first_backward_node
+from solvers.graph.blocks import BlockMenus, cut_into_blocks, first_backward_node, node_of
 from solvers.graph.hierarchy import BlockChain
-from solvers.graph.incumbent import Incumbent
-from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.graph.moments import rerunnable_nodes
+from solvers.graph.orders import Incumbent, IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.simulator import replay

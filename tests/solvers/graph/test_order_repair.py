@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.random_graphs import random_tiny_graph
-from solvers.graph.liveness import IndexedGraph, last_reads, peak_profile, seconds_of
-from solvers.graph.order_repair import without_unread_runs
+from solvers.graph.orders import IndexedGraph, last_reads, peak_profile, seconds_of, without_unread_runs
 
 
 def random_order(indexed: IndexedGraph, seed: int) -> list[int]:

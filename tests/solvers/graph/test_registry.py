@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.random_graphs import random_tiny_graph, random_training_graph
 from solvers.graph import exhaustive
-from solvers.graph.liveness import IndexedGraph, peak_profile, seconds_of
 from solvers.graph.lower_bound import graph_bound_seconds
+from solvers.graph.orders import IndexedGraph, peak_profile, seconds_of
 from solvers.graph.registry import graph_frontier, graph_solver_names, solve_graph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph

@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 
 from benchmarks.random_graphs import random_tiny_graph, random_training_graph
-from solvers.graph import eviction, exhaustive, on_demand
-from solvers.graph.incumbent import Incumbent
-from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of, seconds_of
+from solvers.graph import exhaustive, quick_orders
 from solvers.graph.lower_bound import smallest_working_set
-from solvers.graph.moments import MomentSearch, first_moments, rerunnable_nodes
-from solvers.graph.moments_program import MomentsProgram
-from solvers.graph.neighbourhood_search import NeighbourhoodSearch
+from solvers.graph.moments import MomentSearch, MomentsProgram, NeighbourhoodSearch, first_moments, rerunnable_nodes
 from solvers.graph.order_merging import OrderMerging, TemplateProgram, template_of
-from solvers.graph.order_repair import keep_what_fits
+from solvers.graph.orders import Incumbent, IndexedGraph, keep_what_fits, peak_profile, schedule_of, seconds_of
 from solvers.highs import Program
 from solvers.problem.examples import training_graph
 from solvers.problem.simulator import replay
@@ -34,13 +30,13 @@ def test_demand_and_eviction_make_orders_that_replay(seed):
     budget, rerunnable = middle_budget(indexed), np.ones(indexed.count, dtype=bool)
     made = [
         order
-        for power in eviction.POWERS
-        if (order := eviction.eviction_order(indexed, budget, rerunnable, power)) is not None
+        for power in quick_orders.POWERS
+        if (order := quick_orders.eviction_order(indexed, budget, rerunnable, power)) is not None
     ]
     for order in made:
         assert replay(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
         assert seconds_of(indexed, order) >= optimum_seconds(indexed, budget) - 1e-9
-    for order in on_demand.orders(indexed, rerunnable):
+    for order in quick_orders.orders(indexed, rerunnable):
         replay(indexed.graph, schedule_of(indexed, order))
 
 
@@ -51,7 +47,7 @@ def test_eviction_runs_nothing_again_that_must_run_once(seed):
     least, most = smallest_working_set(indexed)[0], int(peak_profile(indexed, range(indexed.count)).max())
     rerunnable = ~indexed.once
     for share in (0.1, 0.3, 0.6):
-        order = eviction.eviction_order(indexed, least + int(share * (most - least)), rerunnable)
+        order = quick_orders.eviction_order(indexed, least + int(share * (most - least)), rerunnable)
         if order is not None:
             replay(indexed.graph, schedule_of(indexed, order))
 
@@ -60,7 +56,7 @@ def test_eviction_runs_nothing_again_that_must_run_once(seed):
 def test_a_repair_is_never_slower_and_stays_in_the_budget(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     budget = middle_budget(indexed)
-    for order in on_demand.orders(indexed, np.ones(indexed.count, dtype=bool)):
+    for order in quick_orders.orders(indexed, np.ones(indexed.count, dtype=bool)):
         repaired = keep_what_fits(indexed, order, budget)
         replay(indexed.graph, schedule_of(indexed, repaired))
         assert seconds_of(indexed, repaired) <= seconds_of(indexed, order)
@@ -140,7 +136,7 @@ def test_moves_improve_and_keep_the_budget(seed):
     profile = peak_profile(indexed, range(indexed.count))
     incumbent = Incumbent(indexed, int((indexed.working_bytes.max() + profile.max()) // 2), gap=0.0)
     rerunnable = rerunnable_nodes(indexed)
-    for order in on_demand.orders(indexed, rerunnable):
+    for order in quick_orders.orders(indexed, rerunnable):
         incumbent.offer(order, "demand")
     start = incumbent.seconds
     merging, improvement, rounds = (
@@ -170,5 +166,5 @@ def test_a_chain_by_hand():
     """Four unit ops and their backwards in 4 bytes beside the gradient: known from the oracle, found by each part."""
     indexed = IndexedGraph(training_graph(4))
     budget = exhaustive.smallest_peak(indexed)
-    order = eviction.eviction_order(indexed, budget, rerunnable_nodes(indexed))
+    order = quick_orders.eviction_order(indexed, budget, rerunnable_nodes(indexed))
     assert order is not None and peak_profile(indexed, order).max() <= budget

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.random_graphs import random_tiny_graph
-from solvers.graph.liveness import IndexedGraph, peak_profile, schedule_of
+from solvers.graph.orders import IndexedGraph, peak_profile, schedule_of
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from solvers.problem.schedule import Action, Schedule

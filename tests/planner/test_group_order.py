@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.steps.group_order import moved_groups
-from planner.steps.op_groups import OpGroup, groups_of
+from planner.step_problem import OpGroup, groups_of, moved_groups
 from profiler.step_graph import Side, SideReplay, StepGraph, StepOp, StepRuns, StepStorage, replay_step
 
 

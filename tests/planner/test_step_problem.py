@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.steps.graph_problem import LEAST_SECONDS, StepSurroundings, step_problem
+from planner.step_problem import LEAST_SECONDS, StepSurroundings, step_problem
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 
 KIB = 2**10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.steps.op_groups import groups_of, small_storages
+from planner.step_problem import groups_of, small_storages
 from profiler.step_graph import Side, StepGraph, StepOp, StepStorage
 
 SIZES = (1000, 4, 1000, 4, 2000, 4)
