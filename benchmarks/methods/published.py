@@ -7,7 +7,6 @@ from functools import partial
 from unittest.mock import patch
 
 from benchmarks.methods import checkmate, intervals, lower_sets
-from solvers.arrays import Mask
 from solvers.graph.orders import Incumbent
 from solvers.graph.registry import DEFAULT_GAP, METHODS, Method, graph_solver_names, solve_graph
 from solvers.problem.graph import Graph
@@ -17,7 +16,7 @@ from solvers.problem.solution import Solution
 def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method:
     """A method that answers once, and proves nothing."""
 
-    def run(incumbent: Incumbent, _: Mask) -> None:
+    def run(incumbent: Incumbent) -> None:
         order = solve(incumbent.indexed, incumbent.budget_bytes, time_limit_seconds=incumbent.left_seconds)
         if order is not None:
             incumbent.offer(order, name, repair=False)

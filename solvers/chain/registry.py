@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from solvers.chain import exhaustive, ilp
 from solvers.chain.baselines import keep_all
@@ -46,9 +47,6 @@ LEAST_SECONDS = 1.0  # what the quick methods get at least: a shorter limit is o
 INTERRUPTED_SECONDS = 1.0  # after Ctrl-C, for the baselines where nothing else is known
 FRONTIER_BUDGETS = 6  # for methods that solve one budget at a time
 
-# Adds the schedules without copies that it finds, as it finds them; returns the bound that it proves itself.
-Method = Callable[[Problem, float | None, list[ReplayedSchedule]], float]
-
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _TIE = 1e-12  # relative difference of two sums of the same seconds
 _TRUSTED = 1e-6  # a bound this far above a replayed schedule is wrong
@@ -81,23 +79,23 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
     """
     _check(solver, time_limit_seconds, problem.link)
     start = time.perf_counter()
-    schedules: list[ReplayedSchedule] = []
+    search = _Search(problem, time_limit_seconds)
     spare: list[ReplayedSchedule] = []  # for where the method does not come to its end
-    interrupted, proven, bound = False, 0.0, 0.0
+    interrupted, bound = False, 0.0
     with Deadline(math.inf if time_limit_seconds is None else max(time_limit_seconds, LEAST_SECONDS)) as deadline:
         try:
             if left_seconds() < math.inf and solver not in BASELINES:
                 spare += quick_schedules(problem.chain)
             bound = _bound(problem)
-            proven = _find(problem, solver, time_limit_seconds, schedules)
-            if solver == "exhaustive" and schedules and _fastest(problem, schedules) is None:
-                schedules += rotor_schedules(problem)  # what it found is not accepted
-            if _fastest(problem, schedules) is None:
-                return _without_schedule(problem, solver, max(bound, proven), schedules, start)
+            search.run(solver)
+            if solver == "exhaustive" and search.found and search.fastest() is None:
+                search.found += rotor_schedules(problem)  # what it found is not accepted
+            if search.fastest() is None:
+                return _without_schedule(problem, solver, max(bound, search.bound_seconds), search.found, start)
         except KeyboardInterrupt:
             interrupted = True
     with unlimited():
-        best = _fastest(problem, schedules)
+        best = search.fastest()
         if best is None and interrupted:
             with Deadline(INTERRUPTED_SECONDS):
                 spare += all_baseline_schedules(problem.chain)
@@ -110,10 +108,9 @@ def solve_chain(problem: Problem, solver: str = "auto", time_limit_seconds: floa
             raise KeyboardInterrupt
         if best is None:
             assert deadline.passed
-            return _where_time_is_over(problem, solver, bound, [*schedules, *spare], start)
-    if proven > best.seconds * (1 + _TRUSTED):
-        proven = 0.0  # a schedule at hand refutes it: a solver's numerical error must not pass for a proof
-    bound = max(bound, proven)
+            return _where_time_is_over(problem, solver, bound, [*search.found, *spare], start)
+    if search.bound_seconds <= best.seconds * (1 + _TRUSTED):  # else a solver's numerical error: it is refuted at hand
+        bound = max(bound, search.bound_seconds)
     return replace(_solution(best, bound, time.perf_counter() - start), interrupted=interrupted)
 
 
@@ -245,84 +242,119 @@ def _where_time_is_over(
     )
 
 
-def _find(problem: Problem, solver: str, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
-    """Add to ``found`` what the method finds, as it finds it; the bound that it proves itself."""
-    if not can_offload(problem.chain, problem.link):
-        return METHODS[solver](problem, time_limit_seconds, found)
-    if solver in USE_LINK:
-        found += schedules_with_copies(problem, solver, time_limit_seconds or DEFAULT_ILP_SECONDS)
-    if solver == "auto":
-        best = _fastest(problem, found)
-        if best is None or not _is_proven(best.seconds, _bound(problem)):
-            found += schedules_for_slower_links(problem, math.inf if best is None else best.seconds)
-    METHODS[solver](problem, time_limit_seconds, found)
-    return 0.0  # no method knows links in its proof
+class _Search:
+    """What is known of one problem; methods add schedules to it as they find them, and bounds.
+
+    Attributes:
+        problem: the chain and its budget.
+        time_limit_seconds: as asked for; None: the method's own.
+        found: the schedules, replayed.
+        bound_seconds: the largest bound that a method proved.
+    """
+
+    def __init__(self, problem: Problem, time_limit_seconds: float | None) -> None:
+        self.problem, self.time_limit_seconds = problem, time_limit_seconds
+        self.found: list[ReplayedSchedule] = []
+        self.bound_seconds = 0.0
+
+    def run(self, solver: str) -> None:
+        """Have a method look for schedules, with copies where the link allows them."""
+        problem = self.problem
+        if not can_offload(problem.chain, problem.link):
+            METHODS[solver](self)
+            return
+        if solver in USE_LINK:
+            self.found += schedules_with_copies(problem, solver, self.time_limit_seconds or DEFAULT_ILP_SECONDS)
+        if solver == "auto":
+            best = self.fastest()
+            if best is None or not _is_proven(best.seconds, _bound(problem)):
+                self.found += schedules_for_slower_links(problem, math.inf if best is None else best.seconds)
+        try:
+            METHODS[solver](self)
+        finally:
+            self.bound_seconds = 0.0  # no method knows links in its proof
+
+    def fastest(self) -> ReplayedSchedule | None:
+        """The fastest that fits and is accepted."""
+        return _fastest(self.problem, self.found)
+
+    def add(self, solver: str, candidate: Candidate) -> None:
+        """Take a method's one schedule, if it has one, and its bound.
+
+        Raises:
+            KeyboardInterrupt: that ended the method's search.
+        """
+        if candidate.schedule is not None:
+            self.found.append(replayed(self.problem.chain, solver, candidate.schedule))
+        if candidate.interrupted:
+            raise KeyboardInterrupt
+        self.bound_seconds = max(self.bound_seconds, candidate.lower_bound_seconds)
 
 
-def _baseline(name: str) -> Method:
-    def find(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
-        found += baseline_schedules(problem.chain, name)
-        return 0.0
-
-    return find
+def _baseline(search: _Search, name: str) -> None:
+    search.found += baseline_schedules(search.problem.chain, name)
 
 
-def _keep_whole(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
-    found += _kept_whole(problem.chain)
-    return 0.0
+def _keep_whole(search: _Search) -> None:
+    search.found += _kept_whole(search.problem.chain)
 
 
 def _kept_whole(chain: Chain) -> list[ReplayedSchedule]:
     return [replayed(chain, "offload_only", schedule) for schedule in keep_all(chain)]
 
 
-def _rotor(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
-    found += rotor_schedules(problem)
-    return 0.0
+def _rotor(search: _Search) -> None:
+    search.found += rotor_schedules(search.problem)
 
 
-def _exhaustive(problem: Problem, _: float | None, found: list[ReplayedSchedule]) -> float:
-    return _add(problem, "exhaustive", exhaustive.solve(problem), found)
+def _exhaustive(search: _Search) -> None:
+    search.add("exhaustive", exhaustive.solve(search.problem))
 
 
-def _ilp(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
+def _ilp(search: _Search) -> None:
+    _find_by_program(search, search.time_limit_seconds or DEFAULT_ILP_SECONDS)
+
+
+def _find_by_program(search: _Search, time_limit_seconds: float) -> None:
     """Add the program's answer; the extremes are incumbents, so that a feasible budget is never called infeasible.
 
     Without shared tensors the program bounds the chain with them; where its answer does not fit together with
     them, the program with all of them counted throughout gives one that does.
     """
-    chain, limit_seconds = problem.chain, time_limit_seconds or DEFAULT_ILP_SECONDS
-    deadline = time.perf_counter() + limit_seconds
-    found += [replayed(chain, "ilp", schedule) for schedule in extreme_schedules(chain)]
+    problem, chain = search.problem, search.problem.chain
+    deadline = time.perf_counter() + time_limit_seconds
+    search.found += [replayed(chain, "ilp", schedule) for schedule in extreme_schedules(chain)]
     without_shared = replace(problem, chain=replace(chain, shared=()))
-    share = limit_seconds / 2 if chain.shared else limit_seconds
-    answer = ilp.solve(without_shared, share)
-    proven = _add(problem, "ilp", answer, found)
-    if chain.shared and proven < math.inf and (answer.schedule is None or found[-1].peak_bytes > problem.budget_bytes):
-        left = max(0.1, deadline - time.perf_counter())
-        _add(problem, "ilp", ilp.solve(replace(problem, chain=chain.folded()), left), found)
-    return proven
+    answer = ilp.solve(without_shared, time_limit_seconds / 2 if chain.shared else time_limit_seconds)
+    search.add("ilp", answer)
+    fits = answer.schedule is not None and search.found[-1].peak_bytes <= problem.budget_bytes
+    if chain.shared and answer.lower_bound_seconds < math.inf and not fits:
+        folded = ilp.solve(replace(problem, chain=chain.folded()), max(0.1, deadline - time.perf_counter()))
+        search.add("ilp", replace(folded, lower_bound_seconds=0.0))  # of less than all schedules
 
 
-def _auto(problem: Problem, time_limit_seconds: float | None, found: list[ReplayedSchedule]) -> float:
-    start, chain = time.perf_counter(), problem.chain
-    found += all_baseline_schedules(chain)
-    found += rotor_schedules(problem)
-    best = _fastest(problem, found)
-    bound = bound_seconds(chain, problem.budget_bytes)
+def _auto(search: _Search) -> None:
+    start, problem, chain = time.perf_counter(), search.problem, search.problem.chain
+    search.found += all_baseline_schedules(chain)
+    search.found += rotor_schedules(problem)
+    best, bound = search.fastest(), bound_seconds(chain, problem.budget_bytes)
     is_open = bound < math.inf if best is None else not _is_proven(best.seconds, bound)
-    limit = AUTO_ILP_SECONDS if time_limit_seconds is None else time_limit_seconds - (time.perf_counter() - start)
+    limit = AUTO_ILP_SECONDS
+    if search.time_limit_seconds is not None:
+        limit = search.time_limit_seconds - (time.perf_counter() - start)
     if not is_open or limit <= 0 or len(chain.stages) > AUTO_ILP_STAGES:
-        return 0.0
-    proven = _ilp(problem, limit, found)
-    if len(chain.stages) <= EXHAUSTIVE_STAGES and _fastest(problem, found) is None:
-        found.clear()  # schedules of no other method's class
-        return _exhaustive(problem, None, found)
-    return proven
+        return
+    _find_by_program(search, limit)
+    if len(chain.stages) <= EXHAUSTIVE_STAGES and search.fastest() is None:
+        search.found.clear()  # schedules of no other method's class
+        search.bound_seconds = 0.0
+        _exhaustive(search)
 
+
+Method = Callable[[_Search], None]
 
 METHODS: dict[str, Method] = {
-    **{name: _baseline(name) for name in BASELINES},
+    **{name: partial(_baseline, name=name) for name in BASELINES},
     "rotor": _rotor,
     "ilp": _ilp,
     "exhaustive": _exhaustive,
@@ -331,15 +363,6 @@ METHODS: dict[str, Method] = {
     "offload_ilp": _rotor,
     "auto": _auto,
 }
-
-
-def _add(problem: Problem, solver: str, candidate: Candidate, found: list[ReplayedSchedule]) -> float:
-    """Add a method's one schedule, if it has one; its bound. Raises KeyboardInterrupt where that ended its search."""
-    if candidate.schedule is not None:
-        found.append(replayed(problem.chain, solver, candidate.schedule))
-    if candidate.interrupted:
-        raise KeyboardInterrupt
-    return candidate.lower_bound_seconds
 
 
 def _add_frontier(found: list[ReplayedSchedule], chain: Chain, solver: str) -> None:

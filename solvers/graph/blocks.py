@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from solvers.arrays import Indices, Integers, Mask
+from solvers.arrays import Indices, Integers
 from solvers.graph.orders import IndexedGraph, peak_profile, runs_for
 from solvers.highs import Program
 from solvers.problem.deadline import check_deadline
@@ -64,14 +64,14 @@ class Block:
     lasting_bytes: int
 
 
-def cut_into_blocks(indexed: IndexedGraph, rerunnable: Mask, largest_share: float) -> list[Block]:
+def cut_into_blocks(indexed: IndexedGraph, largest_share: float) -> list[Block]:
     """Blocks in forward order, which together hold every node; one block where there is nothing to cut.
 
     ``largest_share``: of the forward's bytes in one block, where narrow cuts allow it.
 
     >>> from solvers.problem.examples import training_graph
     >>> indexed = IndexedGraph(training_graph(3))
-    >>> for block in cut_into_blocks(indexed, np.ones(6, dtype=bool), 0.1):
+    >>> for block in cut_into_blocks(indexed, 0.1):
     ...     print(block.forward, block.backward, block.boundary, block.lasting_bytes)
     range(0, 1) range(5, 6) (0,) 0
     range(1, 2) range(5, 5) (1,) 0
@@ -84,7 +84,7 @@ def cut_into_blocks(indexed: IndexedGraph, rerunnable: Mask, largest_share: floa
     starts = _backward_starts(indexed, backward_start, block_of, len(cuts) - 1)
     for k, (start, end) in enumerate(pairwise([*starts[::-1], indexed.count])):
         block_of[start:end] = len(starts) - 1 - k
-    return _blocks(indexed, rerunnable, backward_start, block_of, cuts, [*starts, backward_start])
+    return _blocks(indexed, backward_start, block_of, cuts, [*starts, backward_start])
 
 
 def first_backward_node(indexed: IndexedGraph) -> int:
@@ -209,7 +209,6 @@ def _gradient_bytes(indexed: IndexedGraph, start: int) -> Integers:
 
 def _blocks(
     indexed: IndexedGraph,
-    rerunnable: Mask,
     backward_start: int,
     block_of: Indices,
     cuts: Sequence[int],
@@ -223,7 +222,7 @@ def _blocks(
         block, readers = int(block_of[v]), [(int(block_of[r]), r >= backward_start) for r in indexed.readers[v]]
         other_blocks = [k for k, late in readers if late or k != block]
         far = any(k not in (block, block + 1) for k in other_blocks)
-        if indexed.is_output[v] or far or (other_blocks and not rerunnable[v]):
+        if indexed.is_output[v] or far or (other_blocks and not indexed.rerunnable[v]):
             lasting[block].append(v)
             phases = [k for k, late in readers if late]
             until = 0 if indexed.is_output[v] else min([block, *phases])

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from solvers.arrays import Mask
 from solvers.graph.blocks import Block, BlockMenus, BlockOption, cut_into_blocks, node_of, peak_bytes, runs_to_make
 from solvers.graph.orders import Incumbent, IndexedGraph, fits, seconds_of
 from solvers.problem.chain import Chain, Option, Stage
@@ -37,21 +36,20 @@ class ChainTable(Protocol):
     def schedule(self, point, /) -> Schedule: ...
 
 
-def solve(incumbent: Incumbent, rerunnable: Mask, make_table: Callable[[Chain], ChainTable]) -> None:
+def solve(incumbent: Incumbent, make_table: Callable[[Chain], ChainTable]) -> None:
     """Offer orders to the search; nothing where the graph has no cuts.
 
-    >>> import numpy as np
     >>> from solvers.chain.rotor import Table
     >>> from solvers.problem.examples import training_graph
     >>> indexed = IndexedGraph(training_graph(4))
     >>> incumbent = Incumbent(indexed, 4, gap=1e-9)
-    >>> solve(incumbent, np.arange(8) < 4, Table)
+    >>> solve(incumbent, Table)
     >>> incumbent.seconds
     13.0
     """
     menus, tried_cuts = BlockMenus(incumbent.indexed, lambda: incumbent.left_seconds), set()
     for share in SHARES:
-        blocks = cut_into_blocks(incumbent.indexed, rerunnable, share)
+        blocks = cut_into_blocks(incumbent.indexed, share)
         cuts = tuple(block.forward.start for block in blocks)
         if len(blocks) > 1 and cuts not in tried_cuts and not incumbent.done:
             tried_cuts.add(cuts)

@@ -235,9 +235,9 @@ _EXTRA = 1e-3  # of the budget, kept free in addition to an excess: the next ord
 class MomentSearch:
     """The rounds on one search; ``step`` makes one round, ``finished`` says that no further one would help."""
 
-    def __init__(self, incumbent: Incumbent, rerunnable: Mask) -> None:
+    def __init__(self, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
-        self.rerunnable = rerunnable
+        self.rerunnable = incumbent.indexed.rerunnable.copy()
         self.finished = False
         self._moments = first_moments(incumbent)
         self._reserved: dict[int, int] = {}
@@ -294,19 +294,6 @@ class MomentSearch:
         self._bounded = False
 
 
-def rerunnable_nodes(indexed: IndexedGraph) -> Mask:
-    """The nodes that are worth running again: forward ones, and those up to the moment at which most bytes lie idle.
-
-    Those that must run once are never among them.
-    """
-    nodes = indexed.graph.nodes
-    forward = np.array([node.side == "forward" for node in nodes])
-    idle = peak_profile(indexed, range(indexed.count)) - indexed.working_bytes
-    early = np.arange(indexed.count) <= int(idle.argmax())
-    chosen = (forward | early) & ~indexed.is_output & ~indexed.once
-    return chosen if chosen.any() else ~indexed.once
-
-
 def first_moments(incumbent: Incumbent) -> list[int]:
     """A few nodes, evenly among those that exceed the budget when every node runs once, and the worst of them."""
     profile = peak_profile(incumbent.indexed, range(incumbent.indexed.count))
@@ -355,9 +342,9 @@ _REPAIRS = 3  # rounds with a lower budget after an order that does not fit
 class NeighbourhoodSearch:
     """Rounds on one search that has an order; ``step`` makes one."""
 
-    def __init__(self, incumbent: Incumbent, rerunnable: Mask) -> None:
+    def __init__(self, incumbent: Incumbent) -> None:
         self.incumbent = incumbent
-        self.rerunnable = rerunnable
+        self.rerunnable = incumbent.indexed.rerunnable
         self._rng = np.random.default_rng(0)
         self._share = _FIRST_SHARE
         self._last_seconds = 0.0

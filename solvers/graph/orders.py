@@ -10,10 +10,11 @@ is the best order that a search has found, with the smallest peak, the best boun
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
-from solvers.arrays import Integers
+from solvers.arrays import Integers, Mask
 from solvers.problem.deadline import check_deadline, left_seconds
 from solvers.problem.graph import Graph
 from solvers.problem.schedule import Action, Schedule
@@ -58,6 +59,18 @@ class IndexedGraph:
         read_bytes = [self.output_bytes[list(inputs)].sum() for inputs in self.inputs]
         self.working_bytes: Integers = own_bytes + np.array(read_bytes, dtype=np.int64)
 
+    @cached_property
+    def rerunnable(self) -> Mask:
+        """The nodes worth recomputing: forward ones, and those up to the moment at which most bytes lie idle.
+
+        Those that must run once are never among them.
+        """
+        forward = np.array([node.side == "forward" for node in self.graph.nodes])
+        idle = peak_profile(self, range(self.count)) - self.working_bytes
+        early = np.arange(self.count) <= int(idle.argmax())
+        chosen = (forward | early) & ~self.is_output & ~self.once
+        return chosen if chosen.any() else ~self.once
+
 
 def last_reads(indexed: IndexedGraph, order: Sequence[int]) -> list[int]:
     """For each place of an order of runs the last place at which that run's output is needed.
@@ -98,8 +111,8 @@ def schedule_of(indexed: IndexedGraph, order: Sequence[int]) -> Schedule:
     >>> from solvers.problem.graph import Node
     >>> a, b = Node(name="a", seconds=1, output_bytes=4), Node(name="b", seconds=1, output_bytes=2, inputs=("a",))
     >>> indexed = IndexedGraph(Graph(nodes=(a, b), outputs=("b",)))
-    >>> [(action.kind, action.node) for action in schedule_of(indexed, [0, 1]).actions]
-    [('compute', 0), ('compute', 1), ('free', 0)]
+    >>> [(action.kind, action.stage) for action in schedule_of(indexed, [0, 1]).actions]
+    [('run', 0), ('run', 1), ('free', 0)]
     """
     last_read = last_reads(indexed, order)
     freed_after: list[list[int]] = [[] for _ in range(len(order) + 1)]

@@ -10,7 +10,6 @@ from itertools import count, takewhile
 
 import numpy as np
 
-from solvers.arrays import Mask
 from solvers.chain import rotor
 from solvers.graph import exhaustive, hierarchy, moments, order_merging, quick_orders
 from solvers.graph.lower_bound import graph_bound_seconds, smallest_working_set
@@ -37,18 +36,18 @@ _SHRINK_ROUNDS, _SHRINK_SECONDS = 4, 2.0  # of the moments program for one budge
 _STEPS_DOWN, _FIRST_STEP = 12, 0.25  # towards a smaller peak; the first as a share of the range down to the largest op
 _MERGES = 3  # of the orders seen, after each of these steps
 
-Method = Callable[[Incumbent, Mask], None]
+Method = Callable[[Incumbent], None]
 
 
-def _keep_all(incumbent: Incumbent, _: Mask) -> None:
+def _keep_all(incumbent: Incumbent) -> None:
     incumbent.offer(range(incumbent.indexed.count), "keep_all")
 
 
-def _demand(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _demand(incumbent: Incumbent) -> None:
     """The fastest orders made on demand that fit, repaired."""
     indexed = incumbent.indexed
     fitting: list[list[int]] = []
-    for order in takewhile(lambda _: not incumbent.done, quick_orders.orders(indexed, rerunnable)):
+    for order in takewhile(lambda _: not incumbent.done, quick_orders.orders(indexed, indexed.rerunnable)):
         incumbent.note(order, "demand")
         if fits(indexed, order, incumbent.budget_bytes):
             fitting.append(order)
@@ -56,53 +55,54 @@ def _demand(incumbent: Incumbent, rerunnable: Mask) -> None:
         incumbent.offer(order, "demand")
 
 
-def _eviction(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _eviction(incumbent: Incumbent) -> None:
     """One order per power of the score, then orders with noise for the rest of the time."""
-    evictions = _evictions(incumbent, rerunnable)
+    evictions = _evictions(incumbent)
     while not incumbent.done:
         next(evictions)
 
 
-def _evictions(incumbent: Incumbent, rerunnable: Mask) -> Iterator[None]:
+def _evictions(incumbent: Incumbent) -> Iterator[None]:
     """Endless trials: the published score, its other powers, then all of them with noise."""
-    rng, noise = np.random.default_rng(0), np.ones(incumbent.indexed.count)
+    indexed = incumbent.indexed
+    rng, noise = np.random.default_rng(0), np.ones(indexed.count)
     for trial in count():
         power = quick_orders.POWERS[trial % len(quick_orders.POWERS)]
-        order = quick_orders.eviction_order(incumbent.indexed, incumbent.budget_bytes, rerunnable, power, noise)
+        order = quick_orders.eviction_order(indexed, incumbent.budget_bytes, indexed.rerunnable, power, noise)
         if order is not None:
             incumbent.offer(order, "eviction")
         yield
         if trial + 1 >= len(quick_orders.POWERS):
-            noise = rng.lognormal(sigma=_NOISE, size=incumbent.indexed.count)
+            noise = rng.lognormal(sigma=_NOISE, size=indexed.count)
 
 
-def _moments(incumbent: Incumbent, rerunnable: Mask) -> None:
-    moment_rounds = moments.MomentSearch(incumbent, rerunnable.copy())
+def _moments(incumbent: Incumbent) -> None:
+    moment_rounds = moments.MomentSearch(incumbent)
     while not incumbent.done and not moment_rounds.finished:
         moment_rounds.step(incumbent.left_seconds)
 
 
-def _auto(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _auto(incumbent: Incumbent) -> None:
     """Quick orders first, then in turn rounds of the moments program, and as long as they took, of the search."""
-    _keep_all(incumbent, rerunnable)
+    _keep_all(incumbent)
     if incumbent.done:
         return
     if incumbent.indexed.count <= EXHAUSTIVE_NODES:
-        _exhaustive(incumbent, rerunnable)
+        _exhaustive(incumbent)
         return
-    _demand(incumbent, rerunnable)
-    evictions = _evictions(incumbent, rerunnable)
+    _demand(incumbent)
+    evictions = _evictions(incumbent)
     enough_seconds = _START_SHARE * incumbent.left_seconds
     for _ in quick_orders.POWERS:
         if incumbent.order is None or incumbent.left_seconds > enough_seconds:
             next(evictions)
-    local_moves = _moves(incumbent, rerunnable, evictions)
-    moment_rounds = moments.MomentSearch(incumbent, rerunnable.copy())
+    local_moves = _moves(incumbent, evictions)
+    moment_rounds = moments.MomentSearch(incumbent)
     moment_rounds.step(_ROUND_SHARE * incumbent.left_seconds)
     if not incumbent.done:
-        hierarchy.solve(incumbent, rerunnable, rotor.Table)
+        hierarchy.solve(incumbent, rotor.Table)
     if incumbent.order is None:
-        _shrink(incumbent, rerunnable)
+        _shrink(incumbent)
     moving = True
     while not incumbent.done and (moving or not moment_rounds.finished):
         before_seconds = incumbent.left_seconds
@@ -114,13 +114,13 @@ def _auto(incumbent: Incumbent, rerunnable: Mask) -> None:
             moving = next(local_moves, False)
 
 
-def _moves(incumbent: Incumbent, rerunnable: Mask, evictions: Iterator[None]) -> Iterator[bool]:
+def _moves(incumbent: Incumbent, evictions: Iterator[None]) -> Iterator[bool]:
     """Make a fresh order, merge orders, solve a window again; without one that fits, merge towards a smaller peak.
 
     True after each of these moves; it ends after ``_IDLE_MOVES`` of them in a row that found nothing better.
     """
     merging, shrinking = (order_merging.OrderMerging(incumbent, smallest_peak=peak) for peak in (False, True))
-    neighbourhood = moments.NeighbourhoodSearch(incumbent, rerunnable)
+    neighbourhood = moments.NeighbourhoodSearch(incumbent)
     improving = [merging.step, merging.step, neighbourhood.step]
     idle_moves = 0
     while True:
@@ -133,17 +133,17 @@ def _moves(incumbent: Incumbent, rerunnable: Mask, evictions: Iterator[None]) ->
             yield True
 
 
-def _hierarchy(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _hierarchy(incumbent: Incumbent) -> None:
     """Blocks, menus and the chain table, then local search from there."""
-    _keep_all(incumbent, rerunnable)
+    _keep_all(incumbent)
     if not incumbent.done:
-        hierarchy.solve(incumbent, rerunnable, rotor.Table)
-    local_moves = _moves(incumbent, rerunnable, _evictions(incumbent, rerunnable))
+        hierarchy.solve(incumbent, rotor.Table)
+    local_moves = _moves(incumbent, _evictions(incumbent))
     while not incumbent.done and next(local_moves, False):
         pass
 
 
-def _exhaustive(incumbent: Incumbent, _: Mask) -> None:
+def _exhaustive(incumbent: Incumbent) -> None:
     order = exhaustive.solve(incumbent.indexed, incumbent.budget_bytes)
     incumbent.offer_bound(math.inf if order is None else seconds_of(incumbent.indexed, order))
     if order is not None:
@@ -197,11 +197,10 @@ def solve_graph(
     with Deadline(limit):
         try:
             incumbent.offer_bound(graph_bound_seconds(indexed, budget_bytes))
-            rerunnable = moments.rerunnable_nodes(indexed)
             if incumbent.bound_seconds < math.inf:
-                METHODS[solver](incumbent, rerunnable)
+                METHODS[solver](incumbent)
             if incumbent.order is None and (solver == "auto" or incumbent.bound_seconds == math.inf):
-                _find_smallest(incumbent, rerunnable)
+                _find_smallest(incumbent)
         except KeyboardInterrupt:
             interrupted = True
     if incumbent.order is None:
@@ -224,7 +223,7 @@ def graph_frontier(
     with Deadline(time_limit_seconds or DEFAULT_SECONDS) as deadline:
         share_seconds = deadline.left_seconds() / (_FRONTIER_BUDGETS + 1)
         with Deadline(share_seconds):
-            _find_smallest(smallest, moments.rerunnable_nodes(indexed))
+            _find_smallest(smallest)
         low = smallest.smallest_bytes
         high = max(low, int(peak_profile(indexed, range(indexed.count)).max()))
         for share in np.linspace(0.0, 1.0, _FRONTIER_BUDGETS) ** 2:  # closer where curves are steep
@@ -280,19 +279,19 @@ def _without_schedule(incumbent: Incumbent, solver: str, spent_seconds: float, i
     )
 
 
-def _find_smallest(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _find_smallest(incumbent: Incumbent) -> None:
     """Note the order with the smallest peak that is found; of tiny graphs the smallest there is."""
     if incumbent.indexed.count <= EXHAUSTIVE_NODES:
         order = exhaustive.solve(incumbent.indexed, exhaustive.smallest_peak(incumbent.indexed))
         assert order is not None
         incumbent.note(order, "exhaustive")
         return
-    for order in quick_orders.orders(incumbent.indexed, rerunnable):
+    for order in quick_orders.orders(incumbent.indexed, incumbent.indexed.rerunnable):
         incumbent.note(order, "demand")
-    _shrink(incumbent, rerunnable)
+    _shrink(incumbent)
 
 
-def _shrink(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _shrink(incumbent: Incumbent) -> None:
     """Note orders with ever smaller peaks: a step below the smallest known one, wider after a success.
 
     What is tried depends on the graph alone, so that the smallest budget that is told can be solved for again.
@@ -306,7 +305,7 @@ def _shrink(incumbent: Incumbent, rerunnable: Mask) -> None:
         step_bytes = max(1, round(share * range_bytes))
         inner = Incumbent(incumbent.indexed, incumbent.smallest_bytes - step_bytes, gap=1.0)  # any that fits will do
         inner.seen = incumbent.seen
-        _find_any(inner, rerunnable)
+        _find_any(inner)
         share = share / 2 if inner.order is None else min(0.5, 1.5 * share)
         incumbent.note(inner.smallest, inner.solver)
         for _ in range(_MERGES):
@@ -314,13 +313,13 @@ def _shrink(incumbent: Incumbent, rerunnable: Mask) -> None:
     incumbent.offer(incumbent.smallest, incumbent.solver or "eviction")
 
 
-def _find_any(incumbent: Incumbent, rerunnable: Mask) -> None:
+def _find_any(incumbent: Incumbent) -> None:
     """Look for an order that fits: by eviction, and by rounds of the moments program."""
-    evictions = _evictions(incumbent, rerunnable)
+    evictions = _evictions(incumbent)
     for _ in quick_orders.POWERS:
         if incumbent.order is None:
             next(evictions)
-    search = moments.MomentSearch(incumbent, rerunnable.copy())
+    search = moments.MomentSearch(incumbent)
     for _ in range(_SHRINK_ROUNDS):
         if incumbent.order is None and not search.finished:
             search.step(_SHRINK_SECONDS)

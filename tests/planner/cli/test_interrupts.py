@@ -39,7 +39,7 @@ def interrupted():
     except KeyboardInterrupt:
         return tuple(range(16))
 
-registry.METHODS["demand"] = lambda incumbent, _: incumbent.offer(interrupted(), "demand")
+registry.METHODS["demand"] = lambda incumbent: incumbent.offer(interrupted(), "demand")
 main()
 """
 PRESSED_IN_IMPORT = """

@@ -13,7 +13,6 @@ from solvers.chain.rotor import Table
 from solvers.graph import hierarchy
 from solvers.graph.blocks import BlockMenus, cut_into_blocks, first_backward_node, node_of
 from solvers.graph.hierarchy import BlockChain
-from solvers.graph.moments import rerunnable_nodes
 from solvers.graph.orders import Incumbent, IndexedGraph, peak_profile, schedule_of, seconds_of
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
@@ -23,7 +22,7 @@ from tests.support.graph_checks import checked_seconds, optimum_seconds, telling
 
 def searched(indexed: IndexedGraph, budget_bytes: int) -> Incumbent:
     incumbent = Incumbent(indexed, budget_bytes, gap=1e-9)
-    hierarchy.solve(incumbent, rerunnable_nodes(indexed), Table)
+    hierarchy.solve(incumbent, Table)
     return incumbent
 
 
@@ -58,7 +57,7 @@ def layers(times: list[float], *, reads_entry: bool = True, skip: bool = False) 
 def one_block_a_layer(graph: Graph):
     """Blocks of layers, however many nodes may run together."""
     indexed = IndexedGraph(graph)
-    return indexed, cut_into_blocks(indexed, rerunnable_nodes(indexed), 0.13)
+    return indexed, cut_into_blocks(indexed, 0.13)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -207,7 +206,7 @@ def test_no_node_is_lost_or_doubled():
     for graph in (layers([2.0] * 8), training_graph(7), random_training_graph(100, 1), random_tiny_graph(5)):
         indexed = IndexedGraph(graph)
         for share in hierarchy.SHARES:
-            blocks = cut_into_blocks(indexed, rerunnable_nodes(indexed), share)
+            blocks = cut_into_blocks(indexed, share)
             nodes = [v for block in blocks for v in block.forward]
             nodes += [v for block in reversed(blocks) for v in block.backward]
             assert np.array_equal(nodes, np.arange(indexed.count))

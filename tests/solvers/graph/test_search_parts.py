@@ -8,7 +8,7 @@ import pytest
 from benchmarks.random_graphs import random_tiny_graph, random_training_graph
 from solvers.graph import exhaustive, quick_orders
 from solvers.graph.lower_bound import smallest_working_set
-from solvers.graph.moments import MomentSearch, MomentsProgram, NeighbourhoodSearch, first_moments, rerunnable_nodes
+from solvers.graph.moments import MomentSearch, MomentsProgram, NeighbourhoodSearch, first_moments
 from solvers.graph.order_merging import OrderMerging, TemplateProgram, template_of
 from solvers.graph.orders import Incumbent, IndexedGraph, keep_what_fits, peak_profile, schedule_of, seconds_of
 from solvers.highs import Program
@@ -123,7 +123,7 @@ def test_the_moments_program_bounds_all_schedules(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     for budget in (exhaustive.smallest_peak(indexed), middle_budget(indexed)):
         optimum = optimum_seconds(indexed, budget)
-        for rerunnable in (rerunnable_nodes(indexed), np.ones(indexed.count, dtype=bool)):
+        for rerunnable in (indexed.rerunnable, np.ones(indexed.count, dtype=bool)):
             program = MomentsProgram(indexed, budget, list(range(indexed.count)), rerunnable)
             answer = program.program.solve(time_limit_seconds=20.0)
             assert answer.bound * program.unit_seconds <= optimum * (1 + 1e-6) + 1e-9
@@ -135,14 +135,14 @@ def test_moves_improve_and_keep_the_budget(seed):
     indexed = IndexedGraph(graph)
     profile = peak_profile(indexed, range(indexed.count))
     incumbent = Incumbent(indexed, int((indexed.working_bytes.max() + profile.max()) // 2), gap=0.0)
-    rerunnable = rerunnable_nodes(indexed)
+    rerunnable = indexed.rerunnable
     for order in quick_orders.orders(indexed, rerunnable):
         incumbent.offer(order, "demand")
     start = incumbent.seconds
     merging, improvement, rounds = (
         OrderMerging(incumbent),
-        NeighbourhoodSearch(incumbent, rerunnable),
-        MomentSearch(incumbent, rerunnable),
+        NeighbourhoodSearch(incumbent),
+        MomentSearch(incumbent),
     )
     for step in (merging.step, improvement.step, lambda: rounds.step(10.0), merging.step):
         before = incumbent.seconds
@@ -166,5 +166,5 @@ def test_a_chain_by_hand():
     """Four unit ops and their backwards in 4 bytes beside the gradient: known from the oracle, found by each part."""
     indexed = IndexedGraph(training_graph(4))
     budget = exhaustive.smallest_peak(indexed)
-    order = quick_orders.eviction_order(indexed, budget, rerunnable_nodes(indexed))
+    order = quick_orders.eviction_order(indexed, budget, indexed.rerunnable)
     assert order is not None and peak_profile(indexed, order).max() <= budget
