@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from solvers.problem.plain_data import is_whole
 
@@ -63,7 +63,7 @@ class Schedule:
         return [action.stage for action in self.actions if action.kind == "run"]
 
     def to_list(self) -> list[list[Any]]:
-        """Plain data: one ``[kind, stage, option]`` per action."""
+        """Plain data of a chain's schedule: one ``[kind, stage, option]`` per action."""
         return [[a.kind, a.stage, a.option] for a in self.actions]
 
     @classmethod
@@ -77,7 +77,7 @@ def _action(row: Sequence[Any]) -> Action:
         raise ValueError(f"a schedule's action: expected [kind, stage, option], got {row!r}; save the plan again")
     kind, stage, option = row
     kind = _OLDER_WORDS.get(kind, kind) if isinstance(kind, str) else kind
-    kinds = get_args(ActionKind)
+    kinds = (*RUNS, "backward", "free", *TRANSFERS)
     if kind not in kinds or not is_whole(stage) or not (option is None or is_whole(option)):
         raise ValueError(
             f"a schedule's action: expected one of {kinds} with whole numbers, got {row!r}; save the plan again"

@@ -127,6 +127,8 @@ def _replay_graph(graph: Graph, schedule: Schedule) -> Replay:
             peak_bytes, seconds = alive_bytes, 0.0
             alive.discard(action.stage)
             alive_bytes -= node.output_bytes
+        elif action.kind != "run":
+            raise ReplayError(f"action {position}: a graph has no action {action.kind!r}")
         else:
             missing = [name for name in node.inputs if index[name] not in alive]
             if missing:
@@ -307,6 +309,8 @@ class _ReplayState:
         """Peak above the bytes before, seconds of the action itself, and seconds that it waits for copies."""
         if action.kind in TRANSFERS:
             return 0, 0.0, self._transfer(action)
+        if action.kind == "run":
+            self._fail("a chain has no action 'run'")
         stall = 0.0 if action.kind == "free" else self.engines.hand_over(action.stage, self.now)
         return *getattr(self, f"_{action.kind}")(action), stall
 

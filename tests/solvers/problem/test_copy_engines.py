@@ -113,6 +113,7 @@ LEFT = [("send", 1, 0), ("release", 1, 0)]
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
+        ([("run", 0)], "a chain has no action 'run'"),
         ([("send", 0, 0)], "stage 0 holds nothing that can be offloaded"),
         ([("forward", 0, 0), ("send", 0, 2)], "stage 0 holds no offload unit 2"),
         ([("forward", 0, 0), ("send", 0)], "stage 0 holds no offload unit None"),

@@ -97,6 +97,7 @@ def test_a_replay_by_hand():
         ([("run", 1)], "without its inputs ['a']"),
         ([("run", 0), ("run", 0)], "whose output is alive"),
         ([("free", 0)], "not alive"),
+        ([("forward", 0)], "a graph has no action 'forward'"),
         ([("run", 0), ("run", 1)], "'c' has never run"),
         ([("run", 0), ("run", 1), ("run", 2), ("free", 1)], "outputs ['b']"),
     ],
