@@ -317,7 +317,7 @@ class _UnitVariables(NamedTuple):
     back: dict[int, int]
 
 
-def solve(
+def solve_program(
     problem: Problem, link: Link, time_limit_seconds: float = 60.0, known_seconds: float = math.inf
 ) -> Schedule | None:
     """The fastest schedule of the class found in the time; none where no schedule of the class fits.
@@ -332,7 +332,7 @@ def solve(
 
     >>> from solvers.problem.examples import equal_stages
     >>> link = Link(to_host_bytes_per_second=8.0, to_device_bytes_per_second=8.0)
-    >>> schedule = solve(Problem(chain=equal_stages(3, (4,)), budget_bytes=12), link)
+    >>> schedule = solve_program(Problem(chain=equal_stages(3, (4,)), budget_bytes=12), link)
     >>> [action.stage for action in schedule.actions if action.kind == "send"]
     [0]
     """

@@ -133,7 +133,7 @@ def test_before_any_plan_is_known_it_says_so(chain, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(registry, "_fastest", lambda *_: None)
-    monkeypatch.setattr(registry, "_find", pressed)
+    monkeypatch.setattr(registry._Search, "run", pressed)
     ended = run("solve", chain, "--budget", BUDGET, "-o", tmp_path / "plan.json", "--json")
     document = json.loads(ended.stdout)
     assert (ended.exit_code, ended.stderr) == (130, "interrupted\n")
