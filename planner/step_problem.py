@@ -394,7 +394,7 @@ class StepSurroundings:
         return sum(storage.size_bytes for storage in handed if storage.returned)
 
 
-def step_problem(step: StepGraph, around: StepSurroundings, *, small_share: float = SMALL_SHARE) -> StepProblem:
+def problem_of_call(step: StepGraph, around: StepSurroundings, *, small_share: float = SMALL_SHARE) -> StepProblem:
     """The problem of a call.
 
     Args:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.plans.refusals import Infeasible, require_schedule
-from planner.step_problem import StepProblem, StepSurroundings, step_problem
+from planner.step_problem import StepProblem, StepSurroundings, problem_of_call
 from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once
@@ -173,7 +173,7 @@ def _runs_within(step: StepGraph, room: CallRoom, search: GraphSearch) -> StepRu
         loss_kept=replay_step(step, runs_once(step)).handed,
     )
     try:
-        return order_within(most_bytes, step, around, step_problem(step, around), search)
+        return order_within(most_bytes, step, around, problem_of_call(step, around), search)
     except Infeasible:
         return None
 
@@ -182,7 +182,7 @@ def _least_peak(step: StepGraph, search: GraphSearch, *, between_bytes: int = 0)
     """The smallest peak of a program that is found, with ``between_bytes`` of others between forward and backward."""
     around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=between_bytes)
     try:
-        order_within(1, step, around, step_problem(step, around), search)
+        order_within(1, step, around, problem_of_call(step, around), search)
     except Infeasible as refusal:
         return refusal.minimum_budget_bytes
     return 1

@@ -351,9 +351,9 @@ def _auto(search: _Search) -> None:
         _exhaustive(search)
 
 
-Method = Callable[[_Search], None]
+ChainMethod = Callable[[_Search], None]
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, ChainMethod] = {
     **{name: partial(_baseline, name=name) for name in BASELINES},
     "rotor": _rotor,
     "ilp": _ilp,

@@ -45,7 +45,7 @@ MOST_RUNS_PER_NODE = 50  # longer orders are given up: they are no good schedule
 MOST_RUNS = 20_000  # and take seconds to write (of large graphs three per node)
 
 
-def orders(indexed: IndexedGraph, rerunnable: Mask) -> Iterator[list[int]]:
+def orders_on_demand(indexed: IndexedGraph, rerunnable: Mask) -> Iterator[list[int]]:
     """Orders from the least memory to the least time."""
     for held in held_sets(indexed, rerunnable):
         for rule in DROP_RULES:

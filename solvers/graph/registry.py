@@ -36,7 +36,7 @@ _SHRINK_ROUNDS, _SHRINK_SECONDS = 4, 2.0  # of the moments program for one budge
 _STEPS_DOWN, _FIRST_STEP = 12, 0.25  # towards a smaller peak; the first as a share of the range down to the largest op
 _MERGES = 3  # of the orders seen, after each of these steps
 
-Method = Callable[[Incumbent], None]
+GraphMethod = Callable[[Incumbent], None]
 
 
 def _keep_all(incumbent: Incumbent) -> None:
@@ -47,7 +47,7 @@ def _demand(incumbent: Incumbent) -> None:
     """The fastest orders made on demand that fit, repaired."""
     indexed = incumbent.indexed
     fitting: list[list[int]] = []
-    for order in takewhile(lambda _: not incumbent.done, quick_orders.orders(indexed, indexed.rerunnable)):
+    for order in takewhile(lambda _: not incumbent.done, quick_orders.orders_on_demand(indexed, indexed.rerunnable)):
         incumbent.note(order, "demand")
         if fits(indexed, order, incumbent.budget_bytes):
             fitting.append(order)
@@ -150,7 +150,7 @@ def _exhaustive(incumbent: Incumbent) -> None:
         incumbent.offer(order, "exhaustive", repair=False)
 
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, GraphMethod] = {
     "keep_all": _keep_all,
     "demand": _demand,
     "eviction": _eviction,
@@ -286,7 +286,7 @@ def _find_smallest(incumbent: Incumbent) -> None:
         assert order is not None
         incumbent.note(order, "exhaustive")
         return
-    for order in quick_orders.orders(incumbent.indexed, incumbent.indexed.rerunnable):
+    for order in quick_orders.orders_on_demand(incumbent.indexed, incumbent.indexed.rerunnable):
         incumbent.note(order, "demand")
     _shrink(incumbent)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.step_problem import LEAST_SECONDS, StepSurroundings, step_problem
+from planner.step_problem import LEAST_SECONDS, StepSurroundings, problem_of_call
 from profiler.step_graph import StepGraph, StepOp, StepStorage
 
 KIB = 2**10
@@ -41,7 +41,7 @@ AROUND = StepSurroundings(forward_bytes=1000, backward_bytes=1000, loss_bytes=10
 
 
 def test_small_parts_that_live_longer_are_resident() -> None:
-    graph = step_problem(small_step(SMALL), AROUND).graph
+    graph = problem_of_call(small_step(SMALL), AROUND).graph
     assert [node.name for node in graph.nodes] == ["norm", "exp", "loss", "back"]
     assert graph.resident_bytes == 1000 + 2 * SMALL  # and the gradient
     norm, exp, loss, back = graph.nodes
@@ -52,7 +52,7 @@ def test_small_parts_that_live_longer_are_resident() -> None:
 
 
 def test_large_parts_are_nodes_without_work() -> None:
-    problem = step_problem(small_step(BIG), AROUND)
+    problem = problem_of_call(small_step(BIG), AROUND)
     norm, saved, *_, back = problem.graph.nodes
     assert (norm.output_bytes, norm.transient_bytes) == (2 * BIG, 7)
     assert (saved.name, saved.inputs, saved.output_bytes) == ("norm_saved", ("norm",), BIG)
@@ -63,7 +63,7 @@ def test_large_parts_are_nodes_without_work() -> None:
 def test_a_second_run_that_draws_holds_the_state_of_now_beside_the_one_of_then() -> None:
     step = small_step(SMALL)
     drawing = replace(step, ops=(replace(step.ops[0], state_bytes=KIB), *step.ops[1:]))
-    plain, drawn = (step_problem(each, AROUND).graph for each in (step, drawing))
+    plain, drawn = (problem_of_call(each, AROUND).graph for each in (step, drawing))
     assert drawn.resident_bytes - plain.resident_bytes == KIB
     assert drawn.nodes[0].transient_bytes - plain.nodes[0].transient_bytes == KIB
 
@@ -75,10 +75,10 @@ def test_an_op_may_be_called_loss() -> None:
         storages=step.storages,
         resident_bytes=0,
     )
-    assert step_problem(named, AROUND).loss == "loss_0"
+    assert problem_of_call(named, AROUND).loss == "loss_0"
 
 
 def test_backward_may_have_no_ops() -> None:
     step = small_step(SMALL)
-    problem = step_problem(replace(step, ops=step.ops[:2]), AROUND)
+    problem = problem_of_call(replace(step, ops=step.ops[:2]), AROUND)
     assert [node.name for node in problem.graph.nodes] == ["norm", "exp", "loss"]

@@ -216,7 +216,7 @@ def test_the_report_says_it_in_words(file: Path, tmp_path: Path) -> None:
     assert "on the host at once" in text and "100 GB/s" in text and "sent to" in text
     picture, table = tmp_path / "t.png", tmp_path / "t.csv"
     done("show", plan, "-o", picture, "-o", table)
-    assert picture.stat().st_size > 0 and ",prefetch," in table.read_text()
+    assert picture.stat().st_size > 0 and ",fetch," in table.read_text()
 
 
 @pytest.mark.slow

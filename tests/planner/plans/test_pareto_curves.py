@@ -9,13 +9,13 @@ import pytest
 
 import planner
 from planner import Offload
-from planner.step_problem import step_problem
+from planner.step_problem import problem_of_call
 from solvers import Chain, Link, Problem, solve_chain
 from solvers.problem.examples import equal_stages
 from tests.support.chain_steps import AROUND, KIB, chain_step
 from tests.support.chains import random_chain, with_offload_units
 
-GRAPH = step_problem(chain_step(layers=8), AROUND).graph  # its peak is ten storages of 100 KiB
+GRAPH = problem_of_call(chain_step(layers=8), AROUND).graph  # its peak is ten storages of 100 KiB
 
 
 def points_and_bounds(table: pd.DataFrame) -> tuple[list[dict], dict[int, float]]:

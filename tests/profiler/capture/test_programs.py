@@ -11,7 +11,7 @@ from torch import nn
 
 from planner import zoo
 from planner.plans.call_programs import runs_of
-from planner.step_problem import StepSurroundings, step_problem
+from planner.step_problem import StepSurroundings, problem_of_call
 from profiler.capture.call_program import CallProgram
 from profiler.capture.captured_call import capture_call
 from profiler.capture.captures import difference
@@ -33,7 +33,7 @@ def solved(step: StepGraph, share: float) -> StepRuns:
     """The order of a plan between the least and the unplanned peak."""
     base = step.resident_bytes
     around = StepSurroundings(forward_bytes=base, backward_bytes=base, loss_bytes=base)
-    problem = step_problem(step, around, small_share=0.0)
+    problem = problem_of_call(step, around, small_share=0.0)
     peak = unplanned_replay(problem.graph).peak_bytes
     refused = solve_graph(problem.graph, 1, time_limit_seconds=3)
     assert refused.shortage is not None

@@ -36,7 +36,7 @@ def test_demand_and_eviction_make_orders_that_replay(seed):
     for order in made:
         assert replay(indexed.graph, schedule_of(indexed, order)).peak_bytes <= budget
         assert seconds_of(indexed, order) >= optimum_seconds(indexed, budget) - 1e-9
-    for order in quick_orders.orders(indexed, rerunnable):
+    for order in quick_orders.orders_on_demand(indexed, rerunnable):
         replay(indexed.graph, schedule_of(indexed, order))
 
 
@@ -56,7 +56,7 @@ def test_eviction_runs_nothing_again_that_must_run_once(seed):
 def test_a_repair_is_never_slower_and_stays_in_the_budget(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     budget = middle_budget(indexed)
-    for order in quick_orders.orders(indexed, np.ones(indexed.count, dtype=bool)):
+    for order in quick_orders.orders_on_demand(indexed, np.ones(indexed.count, dtype=bool)):
         repaired = keep_what_fits(indexed, order, budget)
         replay(indexed.graph, schedule_of(indexed, repaired))
         assert seconds_of(indexed, repaired) <= seconds_of(indexed, order)
@@ -136,7 +136,7 @@ def test_moves_improve_and_keep_the_budget(seed):
     profile = peak_profile(indexed, range(indexed.count))
     incumbent = Incumbent(indexed, int((indexed.working_bytes.max() + profile.max()) // 2), gap=0.0)
     rerunnable = indexed.rerunnable
-    for order in quick_orders.orders(indexed, rerunnable):
+    for order in quick_orders.orders_on_demand(indexed, rerunnable):
         incumbent.offer(order, "demand")
     start = incumbent.seconds
     merging, improvement, rounds = (
