@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 from benchmarks.methods import checkmate, intervals, lower_sets
 from solvers.graph.orders import Incumbent
-from solvers.graph.registry import DEFAULT_GAP, METHODS, Method, graph_solver_names, solve_graph
+from solvers.graph.registry import DEFAULT_GAP, METHODS, GraphMethod, graph_solver_names, solve_graph
 from solvers.problem.graph import Graph
 from solvers.problem.solution import Solution
 
 
-def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method:
+def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> GraphMethod:
     """A method that answers once, and proves nothing."""
 
     def run(incumbent: Incumbent) -> None:
@@ -24,7 +24,7 @@ def _order_of(solve: Callable[..., tuple[int, ...] | None], name: str) -> Method
     return run
 
 
-PUBLISHED: dict[str, Method] = {
+PUBLISHED: dict[str, GraphMethod] = {
     "lower_sets": _order_of(lower_sets.solve, "lower_sets"),
     "lower_sets_exact": _order_of(partial(lower_sets.solve, exact=True), "lower_sets_exact"),
     "checkmate": _order_of(checkmate.solve, "checkmate"),
