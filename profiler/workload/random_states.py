@@ -19,12 +19,14 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
+_CPU = torch.device("cpu")
+
 RecordedState = tuple[torch.device, Any]  # a device, and the state of its generator
 
 
 def states_on(device: torch.device) -> list[RecordedState]:
     """The states of the generators that ops on a device may draw from: its own and the CPU's."""
-    devices = dict.fromkeys((torch.device("cpu"), device if device.type == "cuda" else torch.device("cpu")))
+    devices = dict.fromkeys((_CPU, device if device.type == "cuda" else _CPU))
     return [(on, _state_on(on)) for on in devices]
 
 
@@ -204,7 +206,7 @@ class RandomState:
     """The random states of torch (every device in use), numpy and Python, as they were when this was made."""
 
     def __init__(self) -> None:
-        self._cpu, self._cuda, self._host = torch.get_rng_state(), _states_of_cuda(), HostRandomness()
+        self._cpu, self._cuda, self._host = _cpu_state(), _states_of_cuda(), HostRandomness()
 
     def host_differs(self) -> bool:
         """True where Python's or numpy's generator has advanced since."""
@@ -213,7 +215,7 @@ class RandomState:
     def torch_differs(self) -> bool:
         """True where a torch generator has advanced since."""
         moved = any(not torch.equal(a, b) for a, b in zip(self._cuda, _states_of_cuda(), strict=False))
-        return moved or not torch.equal(self._cpu, torch.get_rng_state())
+        return moved or not torch.equal(self._cpu, _cpu_state())
 
     def restore(self) -> None:
         """Put the states back; may be called any number of times."""
@@ -228,6 +230,10 @@ class RandomState:
         self.restore()
         run()
         now.restore()
+
+
+def _cpu_state() -> Tensor:
+    return _read(_CPU, _state_on(_CPU))
 
 
 def _states_of_cuda() -> list[Tensor]:

@@ -1,0 +1,25 @@
+"""Random states are read and put back, and those that are kept are no bytes of a metered step."""
+
+from __future__ import annotations
+
+import torch
+
+from profiler.measurement.meter import memory_meter, metered
+from profiler.workload.random_states import RandomState
+
+
+def test_a_state_that_is_kept_or_let_go_within_a_step_is_not_counted_as_held() -> None:
+    kept: list[RandomState] = []
+    reading = metered(memory_meter(torch.device("cpu"), 10_000), lambda: kept.append(RandomState()))
+    letting_go = metered(memory_meter(torch.device("cpu"), 10_000), kept.clear)
+    assert reading.end_bytes == 10_000
+    assert letting_go.end_bytes == 10_000
+
+
+def test_what_was_drawn_is_drawn_again() -> None:
+    state = RandomState()
+    drawn = torch.rand(3)
+    assert state.torch_differs()
+    state.restore()
+    assert not state.torch_differs()
+    assert torch.equal(torch.rand(3), drawn)
