@@ -109,7 +109,8 @@ class UnlikeValues(ValueError):
     Attributes:
         number: which of the records differs from the first.
         where: the attribute.
-        expected, got: what the first has there, and what that one has.
+        expected: the value in the first record.
+        got: the value in the record that differs.
     """
 
     def __init__(self, number: int, where: str, expected: Any, got: Any) -> None:

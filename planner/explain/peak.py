@@ -40,7 +40,7 @@ class PeakPart:
         op: the op that made it, as torch calls it; empty where that is not known.
         module: the module that called the op; for a gradient the parameter.
         stage: the stage that made it.
-        phase: in which it was made; empty for what was there before the step.
+        phase: the phase that made it; empty if it is older than the step.
         tensors: how many storages; 0 where that is not known.
     """
 

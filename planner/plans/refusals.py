@@ -132,7 +132,7 @@ _NAMED = 2  # kinds of blocks that an error names
 
 
 def never_rerun(profile: Profile) -> tuple[LeftOutRecord, ...]:
-    """Blocks that keep much and cannot run again: those that are no stages, and stages; most bytes first."""
+    """Returns the blocks and stages that keep much and cannot be recomputed, the one with most bytes first."""
     records = sorted([*profile.left_out, *_stages(profile)], key=lambda record: -record.kept_bytes)
     return tuple(records)
 

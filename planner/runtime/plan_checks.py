@@ -252,8 +252,7 @@ class CheckTurns:
 
     Every stage is checked in the first forwards, and again after the circumstances change. After that, each forward
     checks one stage, in turn: reading values of every saved tensor takes a tenth of a step of tiny ops. A fault that
-    persists is found within as many forwards as there are dropped stages. The number of saved tensors is always
-    compared.
+    persists is found after at most one forward per dropped stage. The number of saved tensors is always compared.
 
     Args:
         dropped: positions of the stages that take turns; others are always checked.

@@ -195,7 +195,7 @@ class FrugalSavingStep(FrugalStep, SavingStep):
 
 
 _PHASES = {"evaluation": "another micro-batch or evaluation of the loss"}
-Groups = dict[tuple[Mark, int], list[Phase]]  # by mark and how often it was there before
+Groups = dict[tuple[Mark, int], list[Phase]]  # keyed by a mark and its number of earlier occurrences
 
 
 class FrugalProbe(StageProbe):

@@ -133,9 +133,9 @@ class LiveStorage:
     Attributes:
         kind: what it is; ``gradient``: of the parameter ``module``; ``loop``: the output or loss of the step before.
         size_bytes: of the storage, however many tensors view it.
-        op: the op that made it, or filled it; empty for what was there before the step.
+        op: the op that made or filled it; empty if it is older than the step.
         module: the module that called the op (in backward: whose op's backward it is), or the parameter's name.
-        made_in: what ran as it was made; None for what was there before the step.
+        made_in: the part of the step that made it; None if it is older than the step.
         again: made in backward by an op that ran before, in forward.
         shape, dtype: of the tensor as it was made.
     """
@@ -288,7 +288,7 @@ class _StorageLog:
                 self.storages[number] = replace(self.storages[number], op=op)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """What goes into an op without having been made by one is not the step's own."""
+        """Mark storages that an op reads and no op of the step made, so that they are not counted as the step's."""
         for tensor in tensors:
             if tensor.layout is torch.strided and self._number(tensor) is None:
                 self._know(storage_of(tensor), -1)
@@ -304,7 +304,7 @@ class _StorageLog:
         return None if known is None else known[0]
 
     def _know(self, storage: Any, number: int) -> None:
-        """Give a storage its number until it dies; -1 where that is no event of the step."""
+        """Map a storage to its number until it is freed; -1 if no op of the step made it."""
         key = id(storage)
 
         def died(_: Any) -> None:

@@ -26,7 +26,7 @@ MOST_COMPARED_BYTES = 2**20
 
 
 def uncounted_copy(tensor: Tensor, most_spread: float = _MOST_SPREAD) -> UncountedCopy | None:
-    """A copy of a tensor's values in host memory; None for tensors that are no plain strided ones.
+    """Copies a tensor's values to host memory; returns None for a tensor that is not plain and strided.
 
     Args:
         tensor: to copy.
