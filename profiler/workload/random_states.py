@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 _CPU = torch.device("cpu")
 
@@ -37,10 +38,10 @@ def _state_on(device: torch.device) -> Any:
 
 
 def _read(device: torch.device, state: Any) -> Tensor:
-    """A state in memory that the device's allocator does not count."""
+    """A state in memory that the device's allocator does not count, also where ``torch.func`` wraps what is made."""
     if device.type == "cuda":
         return state
-    with torch._C._DisableTorchDispatch():
+    with temporarily_clear_interpreter_stack(), torch._C._DisableTorchDispatch():
         return torch.from_numpy(state.get_state().numpy().copy())
 
 

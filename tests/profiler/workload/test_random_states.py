@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from profiler.measurement.meter import memory_meter, metered
 from profiler.workload.random_states import RandomState
@@ -23,3 +24,19 @@ def test_what_was_drawn_is_drawn_again() -> None:
     state.restore()
     assert not state.torch_differs()
     assert torch.equal(torch.rand(3), drawn)
+
+
+def test_states_are_read_and_compared_where_torch_func_wraps_what_is_made() -> None:
+    def drawing(x: Tensor) -> Tensor:
+        state = RandomState()
+        torch.rand(3)
+        assert state.torch_differs()
+        state.restore()
+        assert not state.torch_differs()
+        return 2 * x
+
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.func.jvp(drawing, (x,), (x,))[1], 2 * x)
+    assert torch.equal(
+        torch.func.vmap(torch.func.grad(lambda row: drawing(row).sum()), randomness="different")(x), 2 * x
+    )
