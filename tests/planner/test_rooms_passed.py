@@ -44,6 +44,15 @@ def test_each_function_passes_few_rooms():
     profiling, profile = rooms_passed(lambda: planner.profile(workload))
     solving, plan = rooms_passed(lambda: planner.solve(profile, "80%"))
     applying, handle = rooms_passed(lambda: planner.apply(model, plan))
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # The first ones check more.
+    stepping, _ = rooms_passed(step)
     handle.remove()
+    assert len(stepping) <= 6
     assert len(profiling) <= 14 and len(solving) <= 8 and len(applying) <= 8
     assert "planner/distributed" not in solving
