@@ -28,7 +28,7 @@ import planner
 from benchmarks.catalogue_families import FAMILIES, Batch, Family
 from benchmarks.outside_meter import meter_on
 from benchmarks.reporting import RESULTS, result_name, write_rows
-from profiler.tensors.tensor_trees import map_tensors
+from profiler.workload.tensor_trees import map_tensors
 from profiler.workload.workload import own_loss
 
 STEPS = 3

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.zoo.training import transformers
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.tensor_trees import tensors_in
 
 BATCH, TOKENS, VOCABULARY, IMAGE = 2, 16, 64, 32
 # By the name of an attribute, where a configuration has it as a whole number.

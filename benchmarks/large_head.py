@@ -19,7 +19,7 @@ from benchmarks.one_step import peak_bytes_of, seconds_of
 from benchmarks.pieces_models import llama
 from benchmarks.reporting import MIB, RESULTS, write_rows
 from planner.plans.solving import least_budget_bytes
-from profiler.pieces.heads import HeadInPieces
+from profiler.recomputation.heads import HeadInPieces
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload

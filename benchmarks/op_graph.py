@@ -21,8 +21,8 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from profiler.capture.joint_graph import JointGraph, storages_of
 from profiler.measurement.captured_stages import costs_of
+from profiler.trace.joint_graph import JointGraph, storages_of
 from solvers.problem.graph import Graph, Node, Side
 
 # What one op makes may be needed for different times: a gradient until the end, the statistics of a BatchNorm until

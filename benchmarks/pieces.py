@@ -16,7 +16,7 @@ import planner
 from benchmarks.pieces_models import MODELS
 from benchmarks.reporting import MIB, RESULTS, write_rows
 from planner.plans.solving import least_budget_bytes
-from profiler.tensors.tensor_trees import map_tensors
+from profiler.workload.tensor_trees import map_tensors
 from profiler.workload.workload import Workload
 
 _PARTS = (0.0, 0.5, 1.0)  # of the way from the smallest budget in pieces up to the smallest without

@@ -22,7 +22,7 @@ import planner
 from benchmarks.pieces import error, gradients
 from benchmarks.reporting import RESULTS, write_result
 from planner.plans.solving import least_budget_bytes
-from profiler.tensors.tensor_trees import map_tensors
+from profiler.workload.tensor_trees import map_tensors
 from profiler.workload.workload import Workload
 
 WIDTH = 32

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from planner.plans.refusals import Infeasible as Infeasible
     from planner.runtime.model_match import PlanMismatch as PlanMismatch
     from planner.training.training import OutOfMemory as OutOfMemory
-    from profiler.capture.joint_graph import CaptureError as CaptureError
+    from profiler.trace.joint_graph import CaptureError as CaptureError
     from profiler.workload.steps import ProfileError as ProfileError
 
 _NAMES = {
@@ -25,7 +25,7 @@ _NAMES = {
     "planner.plans.refusals": "Infeasible",
     "planner.runtime.model_match": "PlanMismatch",
     "planner.training.training": "OutOfMemory",
-    "profiler.capture.joint_graph": "CaptureError",
+    "profiler.trace.joint_graph": "CaptureError",
     "profiler.workload.steps": "ProfileError",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]

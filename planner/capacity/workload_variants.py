@@ -19,9 +19,9 @@ from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
 from profiler.progress import told_by
 from profiler.records import Profile
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.given_models import type_name, types_part
 from profiler.workload.steps import ProfileError
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import LossFunction, Workload, own_loss, varied
 from solvers.chain.baselines import keep_all_replay
 

@@ -14,9 +14,9 @@ from planner.distributed.ranks import RankError, Ranks
 from profiler.agreement import UnlikeValues, merged_largest
 from profiler.measurement.step_measurement import Measurement
 from profiler.records import LinkRecord, Profile, ResidentBytes
-from profiler.tensors.tensor_parts import sizes_of
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.given_models import class_name
+from profiler.workload.tensor_parts import sizes_of
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 _MOST_NAMED = 3

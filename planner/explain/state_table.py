@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from planner.units import format_bytes
 from profiler.measurement.step_measurement import MeasuredStates, measure_states
-from profiler.tensors.tensor_parts import storage_key
 from profiler.workload.given_models import precision_of
 from profiler.workload.optimizers import optimizer_names, with_inner
+from profiler.workload.tensor_parts import storage_key
 from profiler.workload.workload import Workload
 
 PARAMETERS, OTHERS, GRADIENTS = "parameters", "other parameters", "gradients"

@@ -20,10 +20,10 @@ from planner.training.verification import can_verify, verify as verified
 from planner.units import check_size, format_bytes, parse_bytes
 from profiler.caller_warnings import warn_caller
 from profiler.records import Profile
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.given_models import inner_model
 from profiler.workload.optimizers import Optimizers, given_optimizers, stepped_parameters
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 
 _PLACE = "MemoryBudgetCallback"  # that a person has added

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 
-from profiler.tensors.tensor_trees import map_tensors
+from profiler.workload.tensor_trees import map_tensors
 
 # Of a trainer: no state of a step, and long to go through.
 _NO_STATE = ("callback_handler", "train_dataset", "eval_dataset", "processing_class", "data_collator")

@@ -23,12 +23,12 @@ from planner.plans.cost_model import lone_chain_of
 from profiler.agreement import measured_with
 from profiler.measurement.meter import Mark, MarkedPhases, memory_meter
 from profiler.records import Phase, Profile, ResidentBytes, StageRecord
-from profiler.tensors.tensor_parts import distinct_bytes, is_distributed
-from profiler.tensors.tensor_trees import map_tensors, tensors_in
 from profiler.workload.given_models import class_name, inner_model
 from profiler.workload.reachable import reached_from
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import ProfileError, TensorsOfState, resident_bytes_of
+from profiler.workload.tensor_parts import distinct_bytes, is_distributed
+from profiler.workload.tensor_trees import map_tensors, tensors_in
 from profiler.workload.workload import Workload
 from solvers.chain.micro_batches import most_kept
 

@@ -22,8 +22,8 @@ from profiler.agreement import agreed
 from profiler.measurement import profiling
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.measuring import Progress
-from profiler.pieces.comparison import NotInPieces, compared, in_pieces, of_head
 from profiler.progress import tell
+from profiler.recomputation.steps_in_pieces import NotInPieces, compared, in_pieces, of_head
 from profiler.records import WHOLE_MODEL, ModulePieces, PiecesRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, runs_once
 from profiler.trace.divisible import COUNTS, divisible_modules

@@ -35,12 +35,12 @@ from planner.runtime.planned_step import PlannedStep
 from planner.runtime.stage_places import StagePlaces, made_compiled, module_named, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
-from profiler.capture.call_program import Compiled
 from profiler.measurement.step_measurement import Measurement, measure as measured_step
-from profiler.pieces.comparison import run_in_pieces
 from profiler.recomputation.held_inputs import BatchCopies
 from profiler.recomputation.outer_hooks import in_checkpoint
+from profiler.recomputation.steps_in_pieces import run_in_pieces
 from profiler.records import PiecesRecord
+from profiler.trace.call_program import Compiled
 from profiler.workload.data_parallel import keep_gathered
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.given_models import (

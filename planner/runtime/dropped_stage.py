@@ -18,7 +18,6 @@ from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.plan_checks import Deviations, PlanWarnings, is_larger, warn_of_a_retained_graph
 from planner.runtime.transfers import OffloadableTensor, TransferExecutor
-from profiler.capture.call_program import CHANGED, BoundProgram, HandedOver, ProgramPlaceholder
 from profiler.recomputation.dropped_call import DroppedCall, Mode, Recomputed
 from profiler.recomputation.held_inputs import BatchCopies, CallOutput, HeldInput
 from profiler.recomputation.module_rerun import (
@@ -43,9 +42,10 @@ from profiler.recomputation.saved_tensors import (
     undefined_memory_shown,
     version_of,
 )
-from profiler.tensors.tensor_parts import has_storage, sizes_of, storage_key
-from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_in
+from profiler.trace.call_program import CHANGED, BoundProgram, HandedOver, ProgramPlaceholder
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import has_storage, sizes_of, storage_key
+from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
 
 leave_uncompiled(__name__)
 

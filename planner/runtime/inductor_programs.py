@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from profiler.capture.joint_graph import draws, random_state, run_from_state
+from profiler.trace.joint_graph import draws, random_state, run_from_state
 
 
 def check_compiler(device: torch.device) -> None:

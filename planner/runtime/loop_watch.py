@@ -20,9 +20,9 @@ from planner.runtime.plan_checks import PlanWarnings, parameter_tables
 from planner.units import format_bytes
 from profiler.measurement.device_memory import requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter
-from profiler.tensors.tensor_parts import distinct_bytes, has_storage, storage_key, storage_of
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import CompiledForward, Forward, is_compiled, leave_uncompiled
+from profiler.workload.tensor_parts import distinct_bytes, has_storage, storage_key, storage_of
+from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 

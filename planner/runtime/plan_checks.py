@@ -15,10 +15,10 @@ from planner.plans.plan_claims import PlanClaims
 from profiler.caller_warnings import warn_caller
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.outer_hooks import hooks_of_the_user
-from profiler.tensors.tensor_parts import has_storage, sizes_of, storage_of
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.given_models import types_part
+from profiler.workload.tensor_parts import has_storage, sizes_of, storage_of
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.torch_state import under_compiled_autograd, under_transform
 from profiler.workload.workload import Workload
 

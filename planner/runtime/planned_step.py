@@ -21,9 +21,9 @@ from planner.runtime.stage_programs import StagePrograms
 from planner.runtime.transfers import SavedTensorLog, TransferExecutor, before_backward
 from profiler.recomputation.held_inputs import BatchCopies, CallOutput
 from profiler.recomputation.saved_tensors import unpack
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.own_step import next_node
+from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 

@@ -13,17 +13,17 @@ from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan
 from planner.runtime.plan_checks import PlanWarnings
 from planner.runtime.stage_places import made_compiled
-from profiler.capture.call_program import BoundProgram, CallProgram, Compiled
-from profiler.capture.captured_call import CapturedCall, GradientLayouts
-from profiler.capture.captures import CallGuard, captured, captures_of
-from profiler.capture.joint_graph import CaptureError, step_graph_of
-from profiler.capture.programs import StepOrder
 from profiler.records import MenuRecord
 from profiler.step_graph import StepRuns
-from profiler.tensors.tensor_parts import sizes_of
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.trace.call_program import BoundProgram, CallProgram, Compiled
+from profiler.trace.captured_call import CapturedCall, GradientLayouts
+from profiler.trace.captures import CallGuard, captured, captures_of
+from profiler.trace.joint_graph import CaptureError, step_graph_of
+from profiler.trace.programs import StepOrder
 from profiler.workload.compiled_forwards import CompiledForward, is_compiled, leave_uncompiled
 from profiler.workload.forward_patches import Forward, users_forward
+from profiler.workload.tensor_parts import sizes_of
+from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)
 

@@ -27,8 +27,8 @@ from profiler.recomputation.saved_tensors import (
     tensor_over,
     version_of,
 )
-from profiler.tensors.tensor_parts import storage_key, storage_of
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import storage_key, storage_of
 
 leave_uncompiled(__name__)
 

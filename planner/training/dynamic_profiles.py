@@ -17,9 +17,9 @@ from planner.runtime.applier import split_name
 from planner.training.input_signatures import ReadsSignatures, Signature
 from profiler.measurement import profiling
 from profiler.records import Profile, is_of_whole_model
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import Stages
 from profiler.workload.optimizers import Optimizers
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import LossFunction, Workload
 
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from profiler.tensors.tensor_parts import sizes_of
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.given_models import type_name
+from profiler.workload.tensor_parts import sizes_of
+from profiler.workload.tensor_trees import tensors_in
 
 _PLAIN = -1  # the rank of what is no tensor
 

@@ -12,10 +12,10 @@ from planner.plans.plan_claims import PlanClaims
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import SEARCH_SECONDS, replan
 from planner.training.oom_report import FailureReport
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.random_states import RandomState
 from profiler.workload.remembered_values import Restoring
 from profiler.workload.snapshot import captured, modules_of, remember_modules
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import StepPhase, Workload
 
 # The most steps that are trained again after a half done update. Such a copy takes 2 to 3 % of one step of the zoo's

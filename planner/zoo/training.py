@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from profiler.tensors.tensor_trees import map_tensors
+from profiler.workload.tensor_trees import map_tensors
 from profiler.workload.workload import Workload
 
 LEARNING_RATE = 1e-3

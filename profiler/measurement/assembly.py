@@ -26,12 +26,12 @@ from profiler.records import (
     SharedRecord,
     StageRecord,
 )
-from profiler.tensors.tensor_parts import COLLECTIVES, distinct_bytes
 from profiler.trace.partition import ChosenStage, alike, name_outside, parents_of, remedy_for, why_not_recomputable
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.data_parallel import given_back_bytes, units_of
 from profiler.workload.given_models import class_name, inner_model, precision_of
+from profiler.workload.tensor_parts import COLLECTIVES, distinct_bytes
 from profiler.workload.workload import Workload
 
 

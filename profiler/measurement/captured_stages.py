@@ -15,10 +15,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from profiler.agreement import agreed, first_failure, gathered
-from profiler.capture.call_program import BoundProgram, CallProgram
-from profiler.capture.captured_call import CapturedCall, GradientLayouts
-from profiler.capture.captures import CallGuard, captured, difference, differing_attributes
-from profiler.capture.joint_graph import (
+from profiler.measurement.device_memory import ran_out
+from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
+from profiler.measurement.stage_probe import FirstRun
+from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage
+from profiler.trace.call_program import BoundProgram, CallProgram
+from profiler.trace.captured_call import CapturedCall, GradientLayouts
+from profiler.trace.captures import CallGuard, captured, difference, differing_attributes
+from profiler.trace.joint_graph import (
     CaptureError,
     JointGraph,
     library_of,
@@ -27,15 +31,11 @@ from profiler.capture.joint_graph import (
     step_graph_of,
     storages_of,
 )
-from profiler.capture.programs import order_of
-from profiler.measurement.device_memory import ran_out
-from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
-from profiler.measurement.stage_probe import FirstRun
-from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage
-from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.partition import HOOKS_OF_CALLS, ChosenStage, why_not_recomputable
+from profiler.trace.programs import order_of
 from profiler.trace.step_record import Call, Trace
 from profiler.workload.data_parallel import casts_as_unit
+from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
 ProposeRuns = Callable[[StepGraph], Sequence[StepRuns]]
 _OTHER_GRAPH = "stages like it are captured as another graph"

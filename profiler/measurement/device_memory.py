@@ -20,9 +20,9 @@ from torch._C import _autograd, _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.records import LinkRecord
-from profiler.tensors.tensor_parts import any_distributed
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.steps import causes_of
+from profiler.workload.tensor_parts import any_distributed
+from profiler.workload.tensor_trees import tensors_in
 
 if sys.platform != "win32":
     import resource

@@ -35,7 +35,6 @@ from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, r
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
 from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.divisible import heads_of
 from profiler.trace.partition import (
     ChosenStage,
@@ -64,6 +63,7 @@ from profiler.workload.steps import (
     held_by_nodes,
     until_stepped,
 )
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import OnPhase, Workload
 
 Progress = Callable[[str, int, int], None]

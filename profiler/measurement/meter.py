@@ -18,11 +18,11 @@ from torch import Tensor
 from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents, requested_bytes
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
-from profiler.tensors.tensor_parts import has_storage, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes
 from profiler.workload.random_states import RandomState
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
+from profiler.workload.tensor_parts import has_storage, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)

@@ -26,7 +26,6 @@ from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
 from profiler.measurement.unsteady_bytes import what_is_drawn
 from profiler.records import Profile
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import Stages, StagesError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
@@ -40,6 +39,7 @@ from profiler.workload.steps import (
     gradient_bytes,
     resident_bytes_of,
 )
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.torch_state import under_compiled_autograd
 from profiler.workload.workload import Workload
 

@@ -15,9 +15,9 @@ from profiler.measurement.device_memory import MEMORY, AllocatorEvents
 from profiler.measurement.meter import Mark, MarkedPhases, WarmUp
 from profiler.measurement.stage_probe import WHERE
 from profiler.records import ResidentBytes
-from profiler.tensors.tensor_parts import any_distributed
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.steps import causes_of, resident_bytes_of, states_bytes
+from profiler.workload.tensor_parts import any_distributed
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)

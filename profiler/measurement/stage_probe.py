@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, NoMeter, Place, WarmUp, metered_step
 from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.saved_tensors import SavedSignature, is_parameter_like, signature_of
-from profiler.tensors.tensor_parts import has_storage, sizes_of, storage_key, storage_of
-from profiler.tensors.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import CopiesOfThreads, ends_unit, in_flight_bytes, states_in, told_when_gathered
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.own_step import graph_nodes, next_node
 from profiler.workload.snapshot import left_as_before
+from profiler.workload.tensor_parts import has_storage, sizes_of, storage_key, storage_of
+from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)

@@ -17,11 +17,11 @@ from profiler.agreement import any_rank, first_failure, gathered
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, SignatureCheck, change_counter, version_of
-from profiler.tensors.tensor_parts import any_distributed, has_storage, parts_of, sizes_of, storage_of
-from profiler.tensors.tensor_trees import in_new_containers, tensors_in
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.data_parallel import SHARDING
+from profiler.workload.tensor_parts import any_distributed, has_storage, parts_of, sizes_of, storage_of
+from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.measurement.device_memory import faulted_bytes, held_for, release_cache, requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter, metered, metered_step, step_memory_meter, time_meter
 from profiler.records import Phase
-from profiler.tensors.tensor_parts import any_distributed, distinct_bytes, storage_key, storage_of
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.random_states import RandomState
@@ -34,6 +33,7 @@ from profiler.workload.steps import (
     resident_bytes_of,
     until_stepped,
 )
+from profiler.workload.tensor_parts import any_distributed, distinct_bytes, storage_key, storage_of
 from profiler.workload.workload import StepPhase, Workload, varied
 
 

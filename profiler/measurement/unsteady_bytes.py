@@ -12,7 +12,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
-from profiler.tensors.tensor_parts import distinct_bytes, local_part
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
 from profiler.trace.step_trace import first_forward
@@ -21,6 +20,7 @@ from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.random_states import RandomState
 from profiler.workload.snapshot import left_as_before
 from profiler.workload.steps import held_by_loop, optimizer_state_bytes
+from profiler.workload.tensor_parts import distinct_bytes, local_part
 from profiler.workload.workload import Workload
 
 leave_uncompiled(__name__)

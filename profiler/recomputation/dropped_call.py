@@ -25,8 +25,8 @@ from profiler.recomputation.saved_tensors import (
     is_parameter_like,
     unpack,
 )
-from profiler.tensors.tensor_trees import device_of, in_new_containers, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
 
 leave_uncompiled(__name__)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from profiler.recomputation.module_rerun import detached, with_other_history
 from profiler.recomputation.remembered_tensors import UncountedCopy, uncounted_copy
 from profiler.recomputation.saved_tensors import Geometry, Values, geometry_of, some_values_of, version_of
-from profiler.tensors.tensor_parts import storage_key
-from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import storage_key
+from profiler.workload.tensor_trees import tensors_in, with_tensors, without_tensors
 
 leave_uncompiled(__name__)
 

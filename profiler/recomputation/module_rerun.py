@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from profiler.recomputation.module_state import ModuleState
 from profiler.recomputation.remembered_tensors import MOST_COPIED_BYTES, UncountedCopy, uncounted_copy
-from profiler.tensors.tensor_parts import collectives_under_way, wait_for_results
-from profiler.tensors.tensor_trees import map_tensors
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import units_of
 from profiler.workload.plain_objects import Change
 from profiler.workload.random_states import HostRandomness, drawing_from_all, states_on
+from profiler.workload.tensor_parts import collectives_under_way, wait_for_results
+from profiler.workload.tensor_trees import map_tensors
 from profiler.workload.torch_state import TorchState, stacks_kept
 
 leave_uncompiled(__name__)

@@ -25,8 +25,6 @@ from profiler.recomputation.remembered_tensors import (
     uncounted_copy,
 )
 from profiler.recomputation.saved_tensors import RerunError, version_of
-from profiler.tensors.tensor_parts import storage_key
-from profiler.tensors.tensor_trees import cached_by_identity, slots_of, tensors_in
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import StageUnits
 from profiler.workload.plain_objects import (
@@ -47,6 +45,8 @@ from profiler.workload.plain_objects import (
 from profiler.workload.random_states import same_state
 from profiler.workload.reachable import HOOKS, OF_MODULES, globals_of, in_cell, is_closed, is_plain_tensor
 from profiler.workload.remembered_values import GENERATORS
+from profiler.workload.tensor_parts import storage_key
+from profiler.workload.tensor_trees import cached_by_identity, slots_of, tensors_in
 
 leave_uncompiled(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.tensor_trees import tensors_in
 
 # Their first argument gives shape and kind only; its contents are not read.
 _SHAPE_ONLY = frozenset(

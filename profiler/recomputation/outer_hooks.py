@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from profiler.recomputation.saved_tensors import SavedParameter, TensorStandIn, geometry_of
-from profiler.tensors.tensor_parts import storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import storage_key
 
 leave_uncompiled(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, RerunError, tensor_over, version_of
-from profiler.tensors.tensor_parts import storage_key
+from profiler.workload.tensor_parts import storage_key
 
 # Larger tensors that no run was seen to change are not copied in case that one does.
 MOST_COPIED_BYTES = 16 * 2**20

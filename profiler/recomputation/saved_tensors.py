@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from profiler.tensors.tensor_parts import storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import storage_key
 from profiler.workload.torch_state import current_flags
 
 leave_uncompiled(__name__)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from profiler.agreement import agreed
-from profiler.pieces.comparison import relative_difference
-from profiler.pieces.heads import rows_at_once
+from profiler.recomputation.heads import rows_at_once
+from profiler.recomputation.steps_in_pieces import relative_difference
 from profiler.records import HeadRecord, ModulePieces
-from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.trace.partition import why_not_recomputable
 from profiler.trace.step_record import Call, Leaf, Trace
 from profiler.trace.step_trace import trace_step
@@ -23,6 +22,7 @@ from profiler.workload.compiled_forwards import Forward
 from profiler.workload.forward_patches import ForwardPatches
 from profiler.workload.random_states import RandomState
 from profiler.workload.snapshot import preserved
+from profiler.workload.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.workload.workload import Workload
 
 _LARGER = 2  # times its input, below which a piece would save little

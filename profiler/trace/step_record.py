@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from profiler.tensors.tensor_parts import StorageTable
+from profiler.workload.tensor_parts import StorageTable
 
 
 @dataclass(slots=True)

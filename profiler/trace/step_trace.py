@@ -18,21 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from profiler.pieces.head_output import HeadOutput
+from profiler.recomputation.head_output import HeadOutput
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
-from profiler.tensors.tensor_memory import same_values
-from profiler.tensors.tensor_parts import (
-    COLLECTIVES,
-    ShownElements,
-    StorageTable,
-    any_distributed,
-    has_storage,
-    is_dense,
-    sizes_of,
-)
-from profiler.tensors.tensor_trees import objects_in, opaque_holder, tensors_in
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
 from profiler.workload.data_parallel import SHARDING, unsharded_tensors
@@ -41,6 +30,17 @@ from profiler.workload.given_models import named_modules
 from profiler.workload.own_step import graph_nodes, next_node
 from profiler.workload.random_states import RandomState
 from profiler.workload.reachable import tensors_held
+from profiler.workload.tensor_memory import same_values
+from profiler.workload.tensor_parts import (
+    COLLECTIVES,
+    ShownElements,
+    StorageTable,
+    any_distributed,
+    has_storage,
+    is_dense,
+    sizes_of,
+)
+from profiler.workload.tensor_trees import objects_in, opaque_holder, tensors_in
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 leave_uncompiled(__name__)

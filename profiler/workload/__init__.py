@@ -1,6 +1,6 @@
-"""The training step as the user runs it, and what is put back after running it.
+"""The training step as the user runs it, its tensors, and the snapshot that profiling restores.
 
-Holds the model with its inputs, loss and optimizers, patches of ``forward``, torch's flags, and the snapshot that
-profiling restores. May import ``tensors`` and modules at the root of ``profiler``. Begin with ``workload.py``, then
-``snapshot.py`` and ``forward_patches.py``.
+Holds the model with its inputs, loss and optimizers, patches of ``forward``, torch's flags, and the tensors in nested
+values with their storages. May import only modules at the root of ``profiler``. Begin with ``workload.py``, then
+``snapshot.py``, ``forward_patches.py`` and ``tensor_trees.py``.
 """

@@ -17,8 +17,8 @@ from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame  # type: ignore[import-not-found]
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from profiler.tensors.tensor_trees import cached_by_identity
 from profiler.workload.compiled_regions import compiled_region, region_of
+from profiler.workload.tensor_trees import cached_by_identity
 
 Forward = Callable[..., Any]
 COMPILED = ", compiled"  # ends the precision of a profile whose model was compiled

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from profiler.tensors.tensor_parts import distinct_bytes, storage_key
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.tensor_parts import distinct_bytes, storage_key
 
 leave_uncompiled(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.tensors.tensor_parts import storage_key
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.workload.reachable import reached_from
+from profiler.workload.tensor_parts import storage_key
+from profiler.workload.tensor_trees import tensors_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

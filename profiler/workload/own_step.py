@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from profiler.tensors.tensor_parts import sizes_of
-from profiler.tensors.tensor_trees import cached_by_identity, tensors_in
 from profiler.workload.compiled_forwards import is_compiled, leave_uncompiled
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.reachable import tensors_held
 from profiler.workload.replayed_iterators import ReplayedIterator
+from profiler.workload.tensor_parts import sizes_of
+from profiler.workload.tensor_trees import cached_by_identity, tensors_in
 from profiler.workload.torch_state import under_transform
 
 leave_uncompiled(__name__)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from profiler.tensors.tensor_trees import cached_by_identity, slots_of
+from profiler.workload.tensor_trees import cached_by_identity, slots_of
 
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque, set)  # the first that fits counts
 # What is in these is no state of a model, or is shared with other threads; so it is with Python's own library.

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from profiler.tensors.tensor_trees import cached_by_identity, slots_of, tensors_in
 from profiler.workload.plain_objects import (
     GONE,
     MOST_ITEMS,
@@ -36,6 +35,7 @@ from profiler.workload.plain_objects import (
     refill,
 )
 from profiler.workload.replayed_iterators import ReplayedIterator
+from profiler.workload.tensor_trees import cached_by_identity, slots_of, tensors_in
 
 # Further away than this, things are not the step's own.
 _DEPTH = 8

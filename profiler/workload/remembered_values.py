@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from profiler.tensors.tensor_memory import TensorMemory
 from profiler.workload.plain_objects import (
     MOST_ITEMS,
     PLAIN,
@@ -31,6 +30,7 @@ from profiler.workload.plain_objects import (
     size_of,
 )
 from profiler.workload.reachable import Space
+from profiler.workload.tensor_memory import TensorMemory
 
 _DEPTH = 8  # Containers further inside are left alone: they may hold themselves.
 MAPPINGS = (dict, OrderedDict, defaultdict)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from profiler.caller_warnings import warn_caller
-from profiler.tensors.tensor_memory import TensorMemory
 from profiler.workload.data_parallel import buckets_restored
 from profiler.workload.given_models import check_ready
 from profiler.workload.optimizers import with_inner
@@ -40,6 +39,7 @@ from profiler.workload.reachable import (
 )
 from profiler.workload.remembered_values import Memories, Restoring, Snapshot, filled, remembered_space
 from profiler.workload.replayed_iterators import ReplayedIterator
+from profiler.workload.tensor_memory import TensorMemory
 from profiler.workload.torch_state import current_flags, stacks_kept
 from profiler.workload.workload import Workload
 

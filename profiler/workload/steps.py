@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
-from profiler.tensors.tensor_parts import distinct_bytes, parts_of, storage_key
 from profiler.workload.data_parallel import bucket_bytes, buckets_change, mesh_tensors, unsharded_tensors
 from profiler.workload.optimizers import (
     fill_history,
@@ -22,6 +21,7 @@ from profiler.workload.optimizers import (
 )
 from profiler.workload.own_step import StepError, kept_by_nodes
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
+from profiler.workload.tensor_parts import distinct_bytes, parts_of, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
 
 Result = TypeVar("Result")

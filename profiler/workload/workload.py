@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from profiler.tensors.tensor_parts import sizes_of
-from profiler.tensors.tensor_trees import map_tensors, tensors_in
 from profiler.workload.data_parallel import end_of_step
 from profiler.workload.given_models import check_ready
 from profiler.workload.optimizers import (
@@ -28,6 +26,8 @@ from profiler.workload.optimizers import (
 )
 from profiler.workload.own_step import OwnStep, StepError
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
+from profiler.workload.tensor_parts import sizes_of
+from profiler.workload.tensor_trees import map_tensors, tensors_in
 
 LossFunction = Callable[[Any], Tensor]
 StepPhase = Literal["forward", "backward", "optimizer", "evaluation", "end"]

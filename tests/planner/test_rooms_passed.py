@@ -54,5 +54,5 @@ def test_each_function_passes_few_rooms():
     stepping, _ = rooms_passed(step)
     handle.remove()
     assert len(stepping) <= 6
-    assert len(profiling) <= 14 and len(solving) <= 8 and len(applying) <= 8
+    assert len(profiling) <= 10 and len(solving) <= 7 and len(applying) <= 5
     assert "planner/distributed" not in solving

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from profiler.tensors.tensor_parts import local_part
+from profiler.workload.tensor_parts import local_part
 
 WIDTH, TOKENS, BATCH, WORDS = 32, 16, 8, 50
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.tensor_trees import tensors_in
 
 
 class Limit(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import planner
 from profiler.measurement.meter import memory_meter, metered
-from profiler.tensors.tensor_parts import distinct_bytes
+from profiler.workload.tensor_parts import distinct_bytes
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, budgets
 from tests.support.small_blocks import WIDTH, Residual, Stack

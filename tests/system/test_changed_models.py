@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.tensor_trees import tensors_in
 
 WIDTH, BATCH = 32, 64
 

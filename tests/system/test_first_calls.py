@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.capture.captured_call import UnsettledError
-from profiler.capture.captures import captured
+from profiler.trace.captured_call import UnsettledError
+from profiler.trace.captures import captured
 from tests.support.step_peaks import peaks_of_steps
 
 WIDTH = 32

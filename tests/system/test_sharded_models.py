@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import planner
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.rank_processes import values_of_ranks
-from profiler.tensors.tensor_parts import local_part
+from profiler.workload.tensor_parts import local_part
 from tests.support.late_release import late_bytes
 from tests.support.nightly import by_day
 from tests.support.parallel_models import Block, Transformer, next_words, words

@@ -14,12 +14,12 @@ import planner
 from planner.plans import solving
 from planner.plans.call_programs import program_menu, with_exact_programs
 from planner.plans.cost_model import chain_of
-from profiler.capture.call_program import CallProgram
-from profiler.capture.captured_call import CapturedCall, capture_call
-from profiler.capture.programs import StepOrder
 from profiler.measurement.captured_stages import measured_graph
 from profiler.program_replay import CallReplay, call_replay
 from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage, runs_once
+from profiler.trace.call_program import CallProgram
+from profiler.trace.captured_call import CapturedCall, capture_call
+from profiler.trace.programs import StepOrder
 from solvers import Problem
 
 

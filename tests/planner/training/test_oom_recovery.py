@@ -15,7 +15,7 @@ from planner.training import oom_recovery
 from planner.training.oom_recovery import StepRollback, smaller_plan
 from planner.training.oom_report import FailureReport
 from planner.training.training import OutOfMemory, train_planned
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from tests.support.events import Events
 from tests.support.small_device import Limit

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.capture.captured_call import capture_call
 from profiler.measurement.captured_stages import CapturedKind, KindCapture
 from profiler.measurement.meter import NoMeter
 from profiler.measurement.stage_probe import StageProbe
+from profiler.trace.captured_call import capture_call
 from profiler.trace.partition import choose_stages
 from profiler.trace.step_trace import trace_step
 from profiler.workload.snapshot import preserved

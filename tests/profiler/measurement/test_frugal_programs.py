@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.capture.joint_graph import step_graph_of
 from profiler.measurement import captured_stages, measuring
 from profiler.measurement.meter import Meter, memory_meter
 from profiler.records import MenuRecord
+from profiler.trace.joint_graph import step_graph_of
 from profiler.workload.steps import TensorsOfState, resident_bytes_of
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, state_after

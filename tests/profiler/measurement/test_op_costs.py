@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.captured_call import capture_call
-from profiler.capture.joint_graph import CaptureError, JointGraph
 from profiler.measurement.captured_stages import costs_of, measured_graph, with_host_arguments
+from profiler.trace.captured_call import capture_call
+from profiler.trace.joint_graph import CaptureError, JointGraph
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 32, 64

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from profiler.tensors.tensor_memory import TensorMemory, same_values
-from profiler.tensors.tensor_parts import parts_of, sizes_of
 from profiler.workload.remembered_values import RestoreError, Restoring
 from profiler.workload.snapshot import preserved
+from profiler.workload.tensor_memory import TensorMemory, same_values
+from profiler.workload.tensor_parts import parts_of, sizes_of
 from profiler.workload.workload import Workload
 
 SQUARE = torch.arange(64.0).reshape(8, 8) * (torch.arange(64).reshape(8, 8) % 3 == 0)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from profiler.op_graph import StageOps
-from profiler.tensors.tensor_trees import tensors_in
 from profiler.trace.partition import choose_stages
 from profiler.trace.stage_dataflow import stage_ops_of
 from profiler.trace.step_trace import trace_step
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
 from tests.support.stage_cases.registry import Case, without_leaves
 

@@ -11,14 +11,14 @@ from torch import Tensor, distributed, fx, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from profiler.capture.captured_call import CapturedCall
-from profiler.capture.joint_graph import CaptureError, draws, is_view, step_graph_of
-from profiler.capture.programs import AGAIN, AsInForward, StepOrder, outputs_program, programs_of, with_direct_calls
 from profiler.recomputation.dropped_call import Placeholder
 from profiler.recomputation.held_inputs import BatchCopies, HeldTensor
 from profiler.recomputation.saved_tensors import RerunError, Values, some_values_of
-from profiler.tensors.tensor_trees import tensors_in, with_tensors
+from profiler.trace.captured_call import CapturedCall
+from profiler.trace.joint_graph import CaptureError, draws, is_view, step_graph_of
+from profiler.trace.programs import AGAIN, AsInForward, StepOrder, outputs_program, programs_of, with_direct_calls
 from profiler.workload.data_parallel import called_as_unit, units_of
+from profiler.workload.tensor_trees import tensors_in, with_tensors
 from profiler.workload.torch_state import flags_now
 
 _NORMALISES = "_native_batch_norm_legit_functional"

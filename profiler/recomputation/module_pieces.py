@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.fx.traceback import annotate
 from torch.nn.utils.stateless import _reparametrize_module
 
-from profiler.tensors.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.workload.compiled_forwards import Forward
+from profiler.workload.tensor_trees import tensors_in, with_tensors, without_tensors
 from profiler.workload.torch_state import TorchState
 
 ONE_SUM = "planner_one_sum"  # in what tracing notes of an op: it adds up what uses of one call contribute

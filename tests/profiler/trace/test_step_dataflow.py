@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.captured_call import capture_call
-from profiler.capture.joint_graph import CHANGES, step_graph_of
 from profiler.step_graph import StepGraph, StepOp
+from profiler.trace.captured_call import capture_call
+from profiler.trace.joint_graph import CHANGES, step_graph_of
 
 ROWS, WIDTH, OUT = 8, 16, 4
 

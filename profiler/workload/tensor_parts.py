@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.workload.tensor_trees import tensors_in
 
 # By the module that defines them, which is not imported for this: the attribute with this process's tensor.
 _HOLDERS = (

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.call_program import BoundProgram
-from profiler.capture.captured_call import CONTIGUOUS, CapturedCall, GradientLayouts, UnsettledError, capture_call
-from profiler.capture.joint_graph import random_state
 from profiler.recomputation.module_rerun import CallState
 from profiler.recomputation.module_state import ModuleState
-from profiler.tensors.tensor_trees import TensorSlot, contents_of, device_of, tensors_in, with_tensors, without_tensors
+from profiler.trace.call_program import BoundProgram
+from profiler.trace.captured_call import CONTIGUOUS, CapturedCall, GradientLayouts, UnsettledError, capture_call
+from profiler.trace.joint_graph import random_state
 from profiler.workload.compiled_forwards import Forward, leave_uncompiled
 from profiler.workload.data_parallel import units_of
 from profiler.workload.forward_patches import users_forward
 from profiler.workload.reachable import globals_of_forwards
+from profiler.workload.tensor_trees import TensorSlot, contents_of, device_of, tensors_in, with_tensors, without_tensors
 from profiler.workload.torch_state import TorchState
 
 leave_uncompiled(__name__)

@@ -24,14 +24,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from profiler.capture.joint_graph import MODULE, CaptureError, JointGraph, has_own_generator, storages_of
-from profiler.pieces.module_pieces import ONE_SUM
+from profiler.recomputation.module_pieces import ONE_SUM
 from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph
-from profiler.tensors.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
+from profiler.trace.joint_graph import MODULE, CaptureError, JointGraph, has_own_generator, storages_of
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.plain_objects import MOST_ITEMS, Change, copied, refill
 from profiler.workload.reachable import globals_of_forwards
+from profiler.workload.tensor_trees import device_of, tensors_in, with_tensors, without_tensors
 
 
 class GradientLayouts(NamedTuple):

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
-from profiler.capture.joint_graph import (
+from profiler.step_graph import StepGraph, StepRuns
+from profiler.trace.joint_graph import (
     RUNNING_STATISTICS,
     JointGraph,
     device_of,
@@ -28,7 +29,6 @@ from profiler.capture.joint_graph import (
     run_from_state,
     second_call,
 )
-from profiler.step_graph import StepGraph, StepRuns
 from profiler.workload.torch_state import flags_now, set_flags
 
 AGAIN = "planner_again"  # in what is noted of a call in a program of backward: forward has run it before

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_outputs import BaseModelOutput
 
 import planner
-from profiler.capture.captures import CallGuard, differing_attributes
+from profiler.trace.captures import CallGuard, differing_attributes
 from profiler.workload.workload import Workload
 
 SLOPE = 0.5

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from planner import zoo
-from profiler.capture.captured_call import capture_call
-from profiler.capture.joint_graph import storages_of
+from profiler.trace.captured_call import capture_call
+from profiler.trace.joint_graph import storages_of
 
 SMALL: dict[str, dict[str, Any]] = {
     "t5": {"layers": 1, "hidden": 32, "seq": 16, "vocab": 200},

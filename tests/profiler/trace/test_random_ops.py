@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from profiler.capture.joint_graph import random_state, run_from_state
+from profiler.trace.joint_graph import random_state, run_from_state
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ from torch import nn
 from planner import zoo
 from planner.plans.call_programs import runs_of
 from planner.step_problem import StepSurroundings, problem_of_call
-from profiler.capture.call_program import CallProgram
-from profiler.capture.captured_call import capture_call
-from profiler.capture.captures import difference
-from profiler.capture.joint_graph import step_graph_of
-from profiler.capture.programs import StepOrder, order_of, programs_of
 from profiler.step_graph import StepGraph, StepRuns
+from profiler.trace.call_program import CallProgram
+from profiler.trace.captured_call import capture_call
+from profiler.trace.captures import difference
+from profiler.trace.joint_graph import step_graph_of
+from profiler.trace.programs import StepOrder, order_of, programs_of
 from solvers.graph.orders import unplanned_replay
 from solvers.graph.registry import solve_graph
 from tests.support.nightly import by_day

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from profiler.tensors.tensor_memory import TensorMemory, same_values
-from profiler.tensors.tensor_parts import ShownElements, collectives_under_way, wait_for_results
+from profiler.workload.tensor_memory import TensorMemory, same_values
+from profiler.workload.tensor_parts import ShownElements, collectives_under_way, wait_for_results
 
 
 @pytest.fixture

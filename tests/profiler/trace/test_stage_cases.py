@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.call_program import CallProgram
-from profiler.capture.captured_call import CapturedCall, capture_call
-from profiler.capture.captures import difference
-from profiler.capture.joint_graph import CaptureError
-from profiler.capture.programs import StepOrder
 from profiler.measurement.captured_stages import measured_graph
 from profiler.step_graph import StepGraph, StepRuns, runs_once
+from profiler.trace.call_program import CallProgram
+from profiler.trace.captured_call import CapturedCall, capture_call
+from profiler.trace.captures import difference
+from profiler.trace.joint_graph import CaptureError
+from profiler.trace.programs import StepOrder
 from tests.support.stage_cases import CASES
 from tests.support.stage_cases.registry import without_leaves
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import planner
-from profiler.tensors.tensor_trees import (
+from profiler.workload.tensor_trees import (
     cached_by_identity,
     map_tensors,
     opaque_holder,

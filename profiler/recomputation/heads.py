@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 
-from profiler.pieces.head_output import ROW_FUNCTIONS, GradientSums, HeadCall, HeadOutput, Inside, LossScale, Row
-from profiler.tensors.tensor_parts import any_distributed
+from profiler.recomputation.head_output import ROW_FUNCTIONS, GradientSums, HeadCall, HeadOutput, Inside, LossScale, Row
 from profiler.workload.compiled_forwards import Forward
+from profiler.workload.tensor_parts import any_distributed
 from profiler.workload.torch_state import TorchState
 
 _ROWS = {"cpu": 128}  # fewer would not fill the cores

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from profiler.pieces import comparison
-from profiler.pieces.comparison import NotInPieces, compared
-from profiler.pieces.module_pieces import ModuleInPieces
+from profiler.recomputation import steps_in_pieces
+from profiler.recomputation.module_pieces import ModuleInPieces
+from profiler.recomputation.steps_in_pieces import NotInPieces, compared
 from profiler.records import ModulePieces, PiecesRecord
 from profiler.trace.divisible import divisible_modules
 from profiler.workload.workload import Workload
@@ -138,7 +138,7 @@ def test_what_a_head_is_a_part_of_is_not_taken_apart():
 def test_a_gradient_that_is_no_number_is_no_agreement(monkeypatch):
     """Whichever parameter's it is: ``max`` would pass over it."""
     differences = itertools.cycle([0.0, math.nan])
-    monkeypatch.setattr(comparison, "relative_difference", lambda one, other: next(differences))
+    monkeypatch.setattr(steps_in_pieces, "relative_difference", lambda one, other: next(differences))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     workload = Workload(model=model, inputs=torch.randn(4, 6, 8), loss=lambda output: output.square().mean())

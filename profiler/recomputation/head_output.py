@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from profiler.pieces.module_pieces import fit_to_cache, slices
+from profiler.recomputation.module_pieces import fit_to_cache, slices
 from profiler.workload.torch_state import TorchState
 
 Step = Callable[[Tensor], Tensor]

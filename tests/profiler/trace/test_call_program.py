@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 
-from profiler.capture import call_program
-from profiler.capture.call_program import CallProgram
-from profiler.capture.captured_call import GradientLayouts, capture_call
-from profiler.capture.captures import difference
-from profiler.capture.joint_graph import CaptureError
-from profiler.capture.programs import StepOrder, order_of
-from profiler.tensors.tensor_trees import tensors_in
+from profiler.trace import call_program
+from profiler.trace.call_program import CallProgram
+from profiler.trace.captured_call import GradientLayouts, capture_call
+from profiler.trace.captures import difference
+from profiler.trace.joint_graph import CaptureError
+from profiler.trace.programs import StepOrder, order_of
+from profiler.workload.tensor_trees import tensors_in
 
 
 class Seeing(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.tensors.tensor_parts import context_of, has_values, is_dense, parts_of, wrapped_in
+from profiler.workload.tensor_parts import context_of, has_values, is_dense, parts_of, wrapped_in
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler.capture.call_program import BoundProgram, CallProgram
-from profiler.capture.captured_call import capture_call
-from profiler.capture.programs import StepOrder, order_of
 from profiler.recomputation.held_inputs import BatchCopies
 from profiler.recomputation.saved_tensors import RerunError
+from profiler.trace.call_program import BoundProgram, CallProgram
+from profiler.trace.captured_call import capture_call
+from profiler.trace.programs import StepOrder, order_of
 
 
 class Gated(nn.Module):

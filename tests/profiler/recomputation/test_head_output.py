@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.pieces.head_output import HeadOutput
-from profiler.pieces.heads import HeadInPieces
+from profiler.recomputation.head_output import HeadOutput
+from profiler.recomputation.heads import HeadInPieces
 
 CLASSES, FEATURES, ROWS_AT_ONCE = 11, 6, 32
 LOSSES = {}

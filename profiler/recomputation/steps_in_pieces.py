@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from profiler.agreement import any_rank, gathered
-from profiler.pieces.head_output import ChangedInPlace
-from profiler.pieces.heads import HeadInPieces, rows_at_once
-from profiler.pieces.module_pieces import ModuleInPieces
+from profiler.recomputation.head_output import ChangedInPlace
+from profiler.recomputation.heads import HeadInPieces, rows_at_once
+from profiler.recomputation.module_pieces import ModuleInPieces
 from profiler.records import HeadRecord, PiecesRecord
 from profiler.workload.data_parallel import keep_parameters_of
 from profiler.workload.forward_patches import ForwardPatches
