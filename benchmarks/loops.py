@@ -46,7 +46,7 @@ class Training:
         return Workload(model=self.model, inputs=self.batch, loss=self.criterion, optimizer=self.optimizer, **options)
 
     def own(self, step: Callable[[], Any]) -> Workload:
-        """With a step of the user's own."""
+        """With a custom step."""
         return Workload(model=self.model, step=step, optimizer=self.optimizer)
 
 
@@ -224,7 +224,7 @@ def row(name: str, loop: Loop, **settings: Any) -> dict[str, Any]:
     return {
         "model": name,
         "loop": (loop.__doc__ or "").strip().rstrip("."),
-        "described_by": "built-in step" if workload.own is None else "step=",
+        "described_by": "built-in step" if workload.custom_step is None else "step=",
         "unplanned_bytes": peak_bytes(name, loop, None, **settings),
         "budget_bytes": plan.budget_bytes,
         "predicted_bytes": plan.predicted_peak_bytes,

@@ -26,7 +26,8 @@ WHOLE_MODEL = "the model"  # the name of the stage where its call is the only on
 FORMAT = "planner-profile"
 VERSION = 3
 
-
+# A recomputed call keeps nothing, keeps its saved tensors, or keeps them and stops once all are there.
+RecomputeMode = Literal["drop", "keep", "until_saved"]
 Rate = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -15,7 +15,6 @@ import torch
 
 import planner
 from planner import zoo
-from profiler.workload import given_models
 from tests.support.command_line import SMALL, TARGETS, done
 
 SLOW_FOLDERS = {
@@ -94,9 +93,3 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)  # libraries under test may draw from the global generator
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning that comes once a process comes once a test, whichever tests ran before it in this process."""
-    monkeypatch.setattr(given_models, "SAID", set())

@@ -215,7 +215,7 @@ def _tried(workload: Workload, other: _SmallOptimizer, state_bytes: int) -> Opti
 
 
 def _why_not(workload: Workload, other: _SmallOptimizer, state_bytes: int) -> str:
-    if workload.own is not None:
+    if workload.custom_step is not None:
         return "the step is a function of your own: make another optimizer there, and ask again"
     if not workload.optimizers:
         return "the workload has no optimizer"

@@ -86,7 +86,7 @@ class WorkloadVariants:
         key = self._batch_key
         if isinstance(self._target, Workload):
             return "a workload was given, not the function that builds it with fewer samples"
-        if self.workload.own is not None:
+        if self.workload.custom_step is not None:
             return "the step is a function of your own, which makes its micro-batches itself"
         if self.workload.accumulate:
             return "the workload accumulates gradients already"
@@ -114,7 +114,7 @@ class WorkloadVariants:
 
     def why_no_precision(self) -> str:
         """Why autocast would change nothing; empty where it would."""
-        if self.workload.own is not None:
+        if self.workload.custom_step is not None:
             return "the step is a function of your own: put torch.autocast around its forward, and ask again"
         dtypes = types_part(self.profile("", 1).precision)
         if self.workload.autocast is not None:

@@ -56,7 +56,7 @@ def _described(workload: Workload) -> dict[str, Any]:
             "accumulate": str(workload.accumulate),
             "scaler": type(workload.scaler).__name__,
             "clip_norm": str(workload.clip_norm),
-            "step": str(workload.own is not None),
+            "step": str(workload.custom_step is not None),
         },
     }
 

@@ -105,12 +105,12 @@ def sharded(workload: Workload, engine: Engine) -> Workload:
         engine: as for ``shard``.
 
     Raises:
-        ValueError: as ``shard``, an optimizer has states already, or a step of the user's own calls a model that
+        ValueError: as ``shard``, an optimizer has states already, or a custom step calls a model that
             would have to be another object.
     """
     if any(optimizer.state for optimizer in with_inner(workload.optimizers)):
         raise ValueError("shard: expected an optimizer without states, got a used one; shard before the first step")
-    if workload.own is not None and engine == "ddp":
+    if workload.custom_step is not None and engine == "ddp":
         raise ValueError(
             "shard: expected a workload of a model and a batch, got a step of your own, which calls the model without "
             "its wrapper; wrap the model in DistributedDataParallel yourself, or shard with fsdp2"

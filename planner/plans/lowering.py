@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from planner.plans.plan import PlannedStage
+from profiler.records import RecomputeMode
 from solvers.problem.schedule import RUNS, TRANSFERS, Action, ActionKind, Schedule
 
-RerunMode = Literal["drop", "keep", "until_saved"]
 _Phases = list[tuple[int, list[Action]]]  # each stage that goes backward, in order, with the actions before it
 
 
@@ -22,7 +22,7 @@ class Rerun:
     """Run a stage again: keep nothing, keep (by an option; 0 keeps all), or stop once all is saved; hold its input."""
 
     stage: int
-    mode: RerunMode
+    mode: RecomputeMode
     hold: bool
     option: int = 0
 

@@ -51,11 +51,11 @@ def profile_pipeline_stage(workload: Workload, schedule: Any, profile_alone: Cal
     Raises:
         ProfileError: as there.
     """
-    assert workload.own is not None
-    own = workload.own
+    assert workload.custom_step is not None
+    custom = workload.custom_step
 
     def step() -> None:
-        own.result = own.function()  # The loop holds it until the next step's.
+        custom.result = custom.function()  # The loop holds it until the next step's.
 
     with preserved(workload):
         micro_batch = captured_micro_batch(schedule, step)
@@ -203,9 +203,10 @@ def schedule_of(workload: Workload) -> Any:
         ProfileError: several, or one that no plan can be made for, or of another module than the workload's.
     """
     defined: Any = sys.modules.get(_SCHEDULES)
-    if defined is None or workload.own is None:
+    if defined is None or workload.custom_step is None:
         return None
-    found = [each for each in reached_from(workload.own.function) if isinstance(each, defined._PipelineSchedule)]
+    reached = reached_from(workload.custom_step.function)
+    found = [each for each in reached if isinstance(each, defined._PipelineSchedule)]
     if not found:
         return None
     _check(found, workload)

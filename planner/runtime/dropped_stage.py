@@ -18,7 +18,7 @@ from planner.plans.lowering import LoweredSchedule
 from planner.plans.plan import Plan, PlannedStage
 from planner.runtime.plan_checks import Deviations, PlanWarnings, is_larger, warn_of_a_retained_graph
 from planner.runtime.transfers import OffloadableTensor, TransferExecutor
-from profiler.recomputation.dropped_call import DroppedCall, Mode, Recomputed
+from profiler.recomputation.dropped_call import DroppedCall, Recomputed
 from profiler.recomputation.held_inputs import BatchCopies, CallOutput, HeldInput
 from profiler.recomputation.module_rerun import (
     NOT_NEEDED,
@@ -42,6 +42,7 @@ from profiler.recomputation.saved_tensors import (
     undefined_memory_shown,
     version_of,
 )
+from profiler.records import RecomputeMode
 from profiler.trace.call_program import CHANGED, BoundProgram, HandedOver, ProgramPlaceholder
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_parts import has_storage, sizes_of, storage_key
@@ -217,7 +218,7 @@ class DroppedStage(DroppedCall):
             if not self.held_boundaries:
                 self.input.release_linked()
 
-    def _run_on(self, before: Recomputed | None, mode: Mode) -> Recomputed | None:
+    def _run_on(self, before: Recomputed | None, mode: RecomputeMode) -> Recomputed | None:
         try:
             return super()._run_on(before, mode)
         except RerunError as error:
@@ -234,7 +235,7 @@ class DroppedStage(DroppedCall):
             raise RerunError(CHANGED.format("a parameter of the stage before"))
         return inputs
 
-    def _recomputed(self, mode: Mode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
+    def _recomputed(self, mode: RecomputeMode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
         if self._set_parameters:
             raise self._sets_parameters()
         undefined = self._step.deviations.undefined.get(self.position, ())
@@ -256,7 +257,7 @@ class DroppedStage(DroppedCall):
                 return self._recomputed(mode, args, kwargs)
         return self._placed(mode, saved, output), output
 
-    def _placed(self, mode: Mode, saved: list[Tensor] | None, output: Any) -> list[Any] | None:
+    def _placed(self, mode: RecomputeMode, saved: list[Tensor] | None, output: Any) -> list[Any] | None:
         """Returns what was saved, ready to be sent; outputs that others still hold keep their memory."""
         if self._returned is not None and mode != "until_saved":
             outputs = tensors_in(output)
@@ -344,7 +345,7 @@ class DroppedProgram(DroppedStage):
             self.input.copy_batch(batch, {storage_key(inputs[n]) for n in bound.program.arguments_in_backward})
         return output
 
-    def _recomputed(self, mode: Mode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
+    def _recomputed(self, mode: RecomputeMode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
         assert self._state is not None
         bound = self._program
         with self._state.reinstated():

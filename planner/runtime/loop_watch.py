@@ -343,7 +343,7 @@ class LoopWatch:
         self._outputs = [entry for entry in self._outputs if entry[0]() is not None]
         expected_bytes = 0 if self._plan.resident is None else self._plan.resident.loop
         more_bytes = sum(size for _, size, _ in self._outputs) - expected_bytes
-        # What a step of the user's own refers to stays, whatever becomes of an output.
+        # What a custom step refers to stays, whatever becomes of an output.
         own_step = self._plan.resident is not None and not self._plan.resident.inputs
         said_bytes = more_bytes - spare_bytes
         if said_bytes > 0 and self._names == "unknown":

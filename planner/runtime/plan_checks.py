@@ -47,7 +47,8 @@ class PlanWarnings:
 def check_inputs(workload: Workload, plan: PlanClaims) -> None:
     """Refuse a batch of other shapes than the plan's."""
     shapes = workload.input_shapes
-    if shapes != plan.input_shapes and (shapes or workload.own is None):  # A step of the user's own may not have run.
+    not_yet_run = workload.custom_step is not None and not shapes  # A custom step knows its shapes once it has run.
+    if shapes != plan.input_shapes and not not_yet_run:
         raise ValueError(
             f"a plan for a batch of shapes {list(plan.input_shapes)}: expected the same batch, got {list(shapes)}; "
             "give the --set values of the profile, or profile and solve again"

@@ -22,7 +22,7 @@ from planner.runtime.transfers import SavedTensorLog, TransferExecutor, before_b
 from profiler.recomputation.held_inputs import BatchCopies, CallOutput
 from profiler.recomputation.saved_tensors import unpack
 from profiler.workload.compiled_forwards import leave_uncompiled
-from profiler.workload.own_step import next_node
+from profiler.workload.custom_step import next_node
 from profiler.workload.tensor_trees import tensors_in
 
 leave_uncompiled(__name__)

@@ -79,7 +79,7 @@ def auto_checkpoint(
         _check_no_offload(offload)
         if numerics != "eager":
             raise ValueError(f"numerics: expected 'eager' with dynamic=True, got {numerics!r}; leave one of them out")
-        if workload.own is not None:
+        if workload.custom_step is not None:
             raise ValueError(
                 "auto_checkpoint: expected a workload without step= with dynamic=True; give its loss and optimizer"
             )

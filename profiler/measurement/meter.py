@@ -62,7 +62,7 @@ WarmUp = Callable[[], object] | None
 class Meter(Protocol):
     """Takes marks while a step runs and tells afterwards what lay between them.
 
-    A step of the user's own is given to ``start`` to run once before: a meter that counts changes then sees what it
+    A custom step is given to ``start`` to run once before: a meter that counts changes then sees what it
     leaves, and the next one lets go of.
     """
 
@@ -367,7 +367,7 @@ def metered_step(
         first: the mark of that phase: the forward that is measured, or another one before it.
         on_phase: makes the marks of the later phases.
         until: the phase to stop at, as for ``Workload.step``.
-        warm_up: runs a whole step before that, which draws the same numbers; needed for a step of the user's own, which
+        warm_up: runs a whole step before that, which draws the same numbers; needed for a custom step, which
             may have drawn what it runs before its first phase.
     """
     phases: MarkedPhases = []

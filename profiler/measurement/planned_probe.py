@@ -20,10 +20,10 @@ from profiler.op_graph import is_allocation
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.trace.call_program import WATCHERS
+from profiler.workload.custom_step import next_node
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.given_models import inner_model
 from profiler.workload.optimizers import optimizer_tensors, scaler_tensors
-from profiler.workload.own_step import next_node
 from profiler.workload.reachable import tensors_held
 from profiler.workload.steps import beside_the_inputs, held_by_loop
 from profiler.workload.tensor_parts import any_distributed, storage_of

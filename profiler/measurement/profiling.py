@@ -210,17 +210,17 @@ def ran_out_in_words(error: BaseException, limit_bytes: int | None, workload: Wo
 
 
 def _choose_forward(workload: Workload, state: TensorsOfState, *, frugal: bool) -> None:
-    """Of several forwards of a step of the user's own, measure the one that needs the most; of equal ones the last."""
-    own = workload.own
-    if own is None or own.forwards < 2:
+    """Chooses the forward of a custom step to measure: the one that needs the most memory, the last of equal ones."""
+    step = workload.custom_step
+    if step is None or step.forwards < 2:
         return
     if frugal:  # Of those with the largest batch the last, which finds gradients there.
-        own.measured = agreed(max(range(own.forwards), key=lambda number: (own.input_elements[number], number)))
+        step.measured = agreed(max(range(step.forwards), key=lambda number: (step.input_elements[number], number)))
         return
-    own.measured = -1
+    step.measured = -1
     meter = memory_meter(workload.device, resident_bytes_of(workload).total, state)
     phases = metered_step(
         workload, meter, Mark, lambda phase, _: meter.mark(Mark(phase)), warm_up=lambda: workload.step()
     )
     peaks = largest([phase for begun, phase in phases if begun == Mark("evaluation")])
-    own.measured = max(range(own.forwards), key=lambda number: (peaks[number].peak_bytes, number))
+    step.measured = max(range(step.forwards), key=lambda number: (peaks[number].peak_bytes, number))

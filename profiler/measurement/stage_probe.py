@@ -17,9 +17,9 @@ from profiler.recomputation.module_rerun import CallState, detached
 from profiler.recomputation.saved_tensors import SavedSignature, is_parameter_like, signature_of
 from profiler.trace.partition import ChosenStage
 from profiler.workload.compiled_forwards import leave_uncompiled
+from profiler.workload.custom_step import graph_nodes, next_node
 from profiler.workload.data_parallel import CopiesOfThreads, ends_unit, in_flight_bytes, states_in, told_when_gathered
 from profiler.workload.forward_patches import Forward, ForwardPatches
-from profiler.workload.own_step import graph_nodes, next_node
 from profiler.workload.snapshot import left_as_before
 from profiler.workload.tensor_parts import has_storage, sizes_of, storage_key, storage_of
 from profiler.workload.tensor_trees import device_of, map_tensors, tensors_in
@@ -108,7 +108,7 @@ class StepProbe:
             before: makes the step to warm up with, where the meter needs one; None for one like it.
         """
         step = make(meter)
-        if self.workload.own is not None or self.workload.nodes_keep:
+        if self.workload.custom_step is not None or self.workload.nodes_keep:
             step.warm_up = lambda: self._warm_up((before or make)(NoMeter()))
         return self._run(step)
 

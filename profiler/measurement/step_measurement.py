@@ -115,7 +115,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
             randomness.restore()
             workload.zero_grad()
             before = faulted_bytes(device)
-            warm_up = workload.step if workload.own is not None else None
+            warm_up = workload.step if workload.custom_step is not None else None
             step = metered(meter, lambda: losses.append(workload.step()), warm_up)
             if before is not None:
                 faults.append((faulted_bytes(device) or 0) - before)

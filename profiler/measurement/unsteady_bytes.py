@@ -226,12 +226,12 @@ def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
 
 
 def _loop(workload: Workload, first_bytes: int) -> Iterator[str]:
-    if workload.own is not None and workload.own.retains:
+    if workload.custom_step is not None and workload.custom_step.retains:
         yield (
             "backward goes more than once through one graph (retain_graph, autograd.grad): what it passes, and what "
             "runs again for it, is held until the last time"
         )
-    if workload.own is not None and (grown := distinct_bytes(held_by_loop(workload)) - first_bytes) > 0:
+    if workload.custom_step is not None and (grown := distinct_bytes(held_by_loop(workload)) - first_bytes) > 0:
         yield f"what the loop holds grows from step to step: by {grown} bytes in the steps that were measured"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,11 @@ from profiler.recomputation.saved_tensors import (
     is_parameter_like,
     unpack,
 )
+from profiler.records import RecomputeMode
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_trees import device_of, in_new_containers, tensors_in
 
 leave_uncompiled(__name__)
-
-# Keep nothing, keep what is saved, or keep it and stop once all is there.
-Mode = Literal["drop", "keep", "until_saved"]
 
 
 class Placeholder:
@@ -161,7 +159,7 @@ class DroppedCall:
         """Make what it saved again: backward asks for it."""
         self.run_again("until_saved")
 
-    def run_again(self, mode: Mode, before: Recomputed | None = None) -> Recomputed | None:
+    def run_again(self, mode: RecomputeMode, before: Recomputed | None = None) -> Recomputed | None:
         """Recompute the call, and before it those that make its input, from the last one whose input is held.
 
         Args:
@@ -184,7 +182,7 @@ class DroppedCall:
             before = call._run_on(before, "drop")
         return self._run_on(before, mode)
 
-    def _run_on(self, before: Recomputed | None, mode: Mode) -> Recomputed | None:
+    def _run_on(self, before: Recomputed | None, mode: RecomputeMode) -> Recomputed | None:
         inputs = self._inputs([] if before is None else before.tensors)
         if before is not None:
             before.tensors.clear()  # What else the call before returned goes now, as it does in a first forward.
@@ -200,7 +198,7 @@ class DroppedCall:
         """Every input tensor: held, or among what the call before returned."""
         return self.input.tensors(linked)
 
-    def _recomputed(self, mode: Mode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
+    def _recomputed(self, mode: RecomputeMode, args: Any, kwargs: Any) -> tuple[Sequence[Any] | None, Any]:
         """Recompute the call; returns what it saves (None where nothing is to be kept) and its output.
 
         Raises:
@@ -211,7 +209,7 @@ class DroppedCall:
             raise RerunError(f"expected {len(self._placeholders)} saved tensors, got {len(saved)} in its second run")
         return saved, output
 
-    def _run_module(self, mode: Mode, args: Any, kwargs: Any, saw: Saw) -> tuple[list[Tensor] | None, Any]:
+    def _run_module(self, mode: RecomputeMode, args: Any, kwargs: Any, saw: Saw) -> tuple[list[Tensor] | None, Any]:
         assert self._state is not None
         call = self._forward, self._state, in_new_containers(args), in_new_containers(kwargs)
         if mode == "drop":

@@ -141,7 +141,7 @@ def _step(workload: Workload, randomness: RandomState) -> _Step:
 
     with preserved(workload):
         randomness.restore()
-        workload.step(note, until="optimizer" if workload.own is None else None)
+        workload.step(note, until="optimizer" if workload.custom_step is None else None)
     autocast = torch.float32 if workload.autocast is None else workload.autocast
     types = [autocast, *(each.dtype for each in gradients.values())]
     return _Step(math.fsum(losses), gradients, max(types, key=lambda dtype: torch.finfo(dtype).eps))

@@ -106,7 +106,7 @@ def divisible_modules(workload: Workload, head: str = "") -> tuple[tuple[ModuleP
             patches.wrap(call.module, lambda forward, n=call.name: checks.wrapped(forward, n))
         with preserved(workload):
             randomness.restore()
-            workload.step(until="optimizer" if workload.own is None else None)
+            workload.step(until="optimizer" if workload.custom_step is None else None)
     finally:
         patches.remove()
     chosen = [k for k in likely if trace.calls[k].name in checks.dims]

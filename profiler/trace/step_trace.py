@@ -24,10 +24,10 @@ from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
+from profiler.workload.custom_step import graph_nodes, next_node
 from profiler.workload.data_parallel import SHARDING, unsharded_tensors
 from profiler.workload.forward_patches import Forward, ForwardPatches
 from profiler.workload.given_models import named_modules
-from profiler.workload.own_step import graph_nodes, next_node
 from profiler.workload.random_states import RandomState
 from profiler.workload.reachable import tensors_held
 from profiler.workload.tensor_memory import same_values
@@ -74,15 +74,15 @@ def trace_forward(workload: Workload) -> Trace:
 @contextmanager
 def first_forward(workload: Workload) -> Iterator[None]:
     """Inside, the first of several forwards is measured: nothing has to be kept before it. They are alike."""
-    own = workload.own
-    measured = 0 if own is None else own.measured
+    custom = workload.custom_step
+    measured = 0 if custom is None else custom.measured
     try:
-        if own is not None:
-            own.measured = 0
+        if custom is not None:
+            custom.measured = 0
         yield
     finally:
-        if own is not None:
-            own.measured = measured
+        if custom is not None:
+            custom.measured = measured
 
 
 class StepRecorder(TorchDispatchMode):
@@ -116,7 +116,7 @@ class StepRecorder(TorchDispatchMode):
                 *unsharded_tensors(workload.model),
                 *tensors_held(workload.inputs),
                 *workload.held_by_loss,
-                *(workload.held_by_loop if workload.own else ()),
+                *(workload.held_by_loop if workload.custom_step else ()),
             ]
         )
         self._device = workload.device
@@ -161,7 +161,7 @@ class StepRecorder(TorchDispatchMode):
         """Where the step ends; one of the user's own runs to its end, so that it leaves what a step leaves."""
         if not self._keeps:
             return "backward"
-        return "optimizer" if self._workload.own is None else None
+        return "optimizer" if self._workload.custom_step is None else None
 
     def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
         """Only what belongs to the forward that is measured, and to its backward, is recorded."""

@@ -168,34 +168,39 @@ def type_name(dtype: torch.dtype) -> str:
 
 # What transformers and timm call the switch of their own checkpointing.
 _CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
-SAID: set[str] = set()
 
 
 class ModelCaches:
     """The caches that a model of transformers builds by its ``config.use_cache``.
 
-    A cache keeps every layer's keys and values in the output, and a second run of a layer would add them again.
+    A cache keeps every layer's keys and values in the output, and a recomputed layer would add its own twice.
 
     Args:
         model: whose modules are looked through, once.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._name = type(model).__name__
+        self._name, self._warned = type(model).__name__, False
         found: list[Any] = [vars(module).get("config") for module in model.modules()]
         self._configs = list({id(config): config for config in found if hasattr(config, "use_cache")}.values())
 
     @contextlib.contextmanager
     def off(self, given: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Inside, training calls build none, as under transformers' own checkpointing; said once.
+        """Inside, training calls build none, as under transformers' own checkpointing; the first one warns.
 
         Args:
             given: the keyword arguments of a call; one that brings a cache along is left as it is.
         """
         brought = given is not None and given.get("past_key_values") is not None
         configs = [] if brought else [config for config in self._configs if config.use_cache is True]
-        if configs:
-            _say(self._name)
+        if configs and not self._warned:
+            self._warned = True
+            warn_caller(
+                f"planner: use_cache is off in training calls of {self._name}, as under its own checkpointing: a cache "
+                "would keep the keys and values of every layer. Evaluation and generate are as before; "
+                "model.config.use_cache = False says the same",
+                UserWarning,
+            )
         try:
             for config in configs:
                 config.use_cache = False
@@ -203,17 +208,6 @@ class ModelCaches:
         finally:
             for config in configs:
                 config.use_cache = True
-
-
-def _say(kind: str) -> None:
-    if kind not in SAID:
-        SAID.add(kind)
-        warn_caller(
-            f"planner: use_cache is off in training calls of {kind}, as under its own checkpointing: a cache would "
-            "keep the keys and values of every layer. Evaluation and generate are as before; model.config.use_cache = "
-            "False says the same",
-            UserWarning,
-        )
 
 
 def check_no_checkpointing(model: nn.Module, who: str) -> None:

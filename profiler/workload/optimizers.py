@@ -66,7 +66,7 @@ def given_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def optimizers_of(step: Any, given: Any) -> Any:
-    """Those of a user's own step: the given ones, else those that it refers to; the outermost, each once.
+    """Returns the optimizers of a custom step: the given ones, else those that it refers to; the outermost, each once.
 
     Where an optimizer is given that another one holds, which the step refers to, it is that one.
     """

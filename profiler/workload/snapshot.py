@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from profiler.caller_warnings import warn_caller
+from profiler.workload.custom_step import CustomStep
 from profiler.workload.data_parallel import buckets_restored
 from profiler.workload.given_models import check_ready
 from profiler.workload.optimizers import with_inner
-from profiler.workload.own_step import OwnStep
 from profiler.workload.plain_objects import base_of, copied, is_opened, refill
 from profiler.workload.random_states import RandomState
 from profiler.workload.reachable import (
@@ -61,7 +61,7 @@ def preserved(workload: Workload) -> Iterator[None]:
     with torch.set_grad_enabled(torch.is_grad_enabled()), stacks_kept():
         try:
             gc.disable()
-            with nullcontext() if workload.own is None else _replaying(workload.own):
+            with nullcontext() if workload.custom_step is None else _replaying(workload.custom_step):
                 _remember(workload, back)
                 try:
                     yield
@@ -78,7 +78,7 @@ def preserved(workload: Workload) -> Iterator[None]:
 
 
 @contextmanager
-def _replaying(step: OwnStep) -> Iterator[None]:
+def _replaying(step: CustomStep) -> Iterator[None]:
     """Inside, each step gets the same items of the iterators that it takes from; afterwards they come again."""
     before = step.replays
     step.replays, end = _replace_iterators(step.function)
@@ -207,15 +207,17 @@ def _remember(workload: Workload, back: Restoring) -> None:
 
 def _functions(workload: Workload) -> list[Any]:
     """What is run that is no module, and the batch that it is run on."""
-    run = (None if workload.own is None else workload.own.function, workload.loss)
-    return [*(each for each in run if not (each is None or isinstance(each, nn.Module))), workload.inputs]
+    step = [] if workload.custom_step is None else [workload.custom_step.function]
+    loss = [] if workload.loss is None or isinstance(workload.loss, nn.Module) else [workload.loss]
+    return [*step, *loss, workload.inputs]
 
 
 def modules_of(workload: Workload) -> dict[nn.Module, str]:
     """The modules of model and loss, with what to call them."""
     roots = [("model", workload.model), *([("loss", workload.loss)] if isinstance(workload.loss, nn.Module) else [])]
-    if workload.own is not None:
-        roots += [("a module of the step", module) for module in modules_in(reached_from(workload.own.function))]
+    if workload.custom_step is not None:
+        reached = reached_from(workload.custom_step.function)
+        roots += [("a module of the step", module) for module in modules_in(reached)]
     names: dict[nn.Module, str] = {}
     for root, outermost in roots:
         for name, module in outermost.named_modules():
@@ -353,7 +355,7 @@ def _named_parameters(
     named = [(f"{name}.{leaf}", p) for m, name in modules.items() for leaf, p in m._parameters.items() if p is not None]
     named += [("a parameter of the optimizer or the loss", p) for p in workload.parameters_beside()]
     named += [("an input", tensor) for tensor in tensors_held(workload.inputs)]
-    if workload.own is not None:
+    if workload.custom_step is not None:
         named += [("a tensor of the step", tensor) for tensor in reached if tensor.is_leaf]
     if not isinstance(workload.loss, nn.Module):  # A teacher's weights are many, and none of a loss's own.
         held = [t for t in workload.held_by_loss if t.is_leaf and not isinstance(t, nn.Parameter)]

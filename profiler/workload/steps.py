@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from profiler.agreement import any_rank
 from profiler.records import ResidentBytes
+from profiler.workload.custom_step import StepError, kept_by_nodes
 from profiler.workload.data_parallel import bucket_bytes, buckets_change, mesh_tensors, unsharded_tensors
 from profiler.workload.optimizers import (
     fill_history,
@@ -19,7 +20,6 @@ from profiler.workload.optimizers import (
     stepped_parameters,
     wants_closure,
 )
-from profiler.workload.own_step import StepError, kept_by_nodes
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
 from profiler.workload.tensor_parts import distinct_bytes, parts_of, storage_key
 from profiler.workload.workload import OnPhase, StepPhase, Workload
@@ -65,7 +65,7 @@ def first_step(workload: Workload, run: Callable[[OnPhase], object] | None = Non
         ProfileError: as ``checked_step``, or an optimizer steps nothing of this model.
     """
     run = run or workload.step
-    if workload.own is not None:
+    if workload.custom_step is not None:
         checked_step(workload, lambda: run(_ignore))
         if buckets_change(workload.model):
             checked_step(workload, lambda: run(_ignore))
@@ -154,13 +154,13 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
     """What ``run``, a whole step, returns the first time that the optimizer's step is a part of it.
 
     Raises:
-        ProfileError: the scaler leaves it out however small the scale becomes, or a step of the user's own has none.
+        ProfileError: the scaler leaves it out however small the scale becomes, or a custom step has none.
     """
     for _ in range(SKIPPED_STEPS):
         result = run()
         if not any_rank(not workload.stepped):
             return result
-    if workload.own is not None and _finite_gradients(workload):
+    if workload.custom_step is not None and _finite_gradients(workload):
         raise ProfileError(
             f"step: expected a step that updates the parameters, got no optimizer's step in {SKIPPED_STEPS} calls, "
             "each from the same state; where every n-th call updates, let one call run the n micro-batches of an "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from profiler.workload.custom_step import CustomStep, StepError
 from profiler.workload.data_parallel import end_of_step
 from profiler.workload.given_models import check_ready
 from profiler.workload.optimizers import (
@@ -24,7 +25,6 @@ from profiler.workload.optimizers import (
     wants_closure,
     with_inner,
 )
-from profiler.workload.own_step import OwnStep, StepError
 from profiler.workload.reachable import reached_from, tensors_held, tensors_of
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import map_tensors, tensors_in
@@ -66,6 +66,7 @@ class Workload:
             them.
 
     Attributes:
+        custom_step: the runner of the user's ``step``; None where the built-in step runs.
         stepped: whether every optimizer's step was run by the last ``update``.
         nodes_keep: whether nodes of its graph keep tensors beyond backward, as a first step showed.
 
@@ -88,12 +89,12 @@ class Workload:
         step: Callable[[], Any] | None = None,
     ) -> None:
         if step is not None:
-            check_own(step, loss, autocast, accumulate, scaler, clip_norm)
+            check_custom_step(step, loss, autocast, accumulate, scaler, clip_norm)
             inputs = () if inputs is None else inputs
         check_kinds(model, inputs, loss)
         self.model = model
         self.inputs: Any = inputs
-        self.own = None if step is None else OwnStep(step, model)
+        self.custom_step = None if step is None else CustomStep(step, model)
         self.loss = loss
         self.optimizer: Any = optimizer if step is None else optimizers_of(step, optimizer)
         self.autocast = autocast_dtype(autocast)
@@ -148,8 +149,8 @@ class Workload:
         Raises:
             ValueError: the output carries no usable loss.
         """
-        if self.own is not None:
-            raise ValueError("Workload: expected no step of the user's own where forward runs by itself; call step()")
+        if self.custom_step is not None:
+            raise ValueError("Workload: the forward of a custom step does not run by itself; call step()")
         if not self.keeps_output:
             return self._evaluated()
         with self._autocast_context():
@@ -165,8 +166,9 @@ class Workload:
     @property
     def held_by_loop(self) -> list[Tensor]:
         """What the loop refers to until the next step: the last output and loss, or what the user's step refers to."""
-        roots = (self._output, self._loss) if self.own is None else (self.own.function, self.own.result)
-        return tensors_of(reached_from(*roots))
+        if self.custom_step is None:
+            return tensors_of(reached_from(self._output, self._loss))
+        return tensors_of(reached_from(self.custom_step.function, self.custom_step.result))
 
     @property
     def held_loss(self) -> list[Tensor]:
@@ -176,8 +178,8 @@ class Workload:
     def release(self) -> None:
         """Let go of the last output and loss."""
         self._output = self._loss = None
-        if self.own is not None:
-            self.own.result = None
+        if self.custom_step is not None:
+            self.custom_step.result = None
 
     @property
     def held_by_loss(self) -> list[Tensor]:
@@ -186,14 +188,14 @@ class Workload:
 
     @property
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the tensors of the batch; of a step of the user's own, once it has run, those that the model gets."""
-        if self.own is not None and self.own.input_shapes:
-            return self.own.input_shapes
+        """The shapes of the tensors of the batch; those that the model gets for a custom step that has run."""
+        if self.custom_step is not None and self.custom_step.input_shapes:
+            return self.custom_step.input_shapes
         return tuple(map(sizes_of, tensors_held(self.inputs)))
 
     def zero_grad(self) -> None:
-        """Set every gradient to None, or with ``accumulate`` to zeros; a step of the user's own does so itself."""
-        if self.own is not None:
+        """Set every gradient to None, or with ``accumulate`` to zeros; a custom step does so itself."""
+        if self.custom_step is not None:
             return
         for parameter in self.with_gradients():
             if not self.accumulate:
@@ -234,7 +236,7 @@ class Workload:
 
         before = [(parameter.grad is not None, parameter.requires_grad) for parameter in self.with_gradients()]
         try:
-            return self._whole(begin) if self.own is None else self._own(self.own, begin)
+            return self._whole(begin) if self.custom_step is None else self._custom(self.custom_step, begin)
         except BaseException as error:
             end_of_step(self.model)
             if isinstance(error, _Stopped):
@@ -256,10 +258,10 @@ class Workload:
         begin("end", None)
         return float(value)
 
-    def _own(self, own: OwnStep, begin: OnPhase) -> float:
-        value = own.run(begin, self._check_known)
-        self.autocast = own.autocast
-        self.stepped = bool(own.stepped) or not self.optimizers
+    def _custom(self, custom: CustomStep, begin: OnPhase) -> float:
+        value = custom.run(begin, self._check_known)
+        self.autocast = custom.autocast
+        self.stepped = bool(custom.stepped) or not self.optimizers
         return value
 
     def _check_known(self, optimizer: torch.optim.Optimizer) -> None:
@@ -273,7 +275,9 @@ class Workload:
     def _stop(self, before: Sequence[tuple[bool, bool]]) -> None:
         """A step was left in the middle: what is there between two steps is there again, of the same sizes."""
         self._output, self._loss = map_tensors(Tensor.detach, (self._output, self._loss))  # Their graph goes.
-        for parameter, (had, trains) in zip(self.with_gradients(), before, strict=True) if self.own is not None else ():
+        if self.custom_step is None:
+            return
+        for parameter, (had, trains) in zip(self.with_gradients(), before, strict=True):
             parameter.requires_grad = trains  # A part of the step may freeze some, as a GAN's does.
             if not had:
                 parameter.grad = None
@@ -409,8 +413,8 @@ def varied(workload: Workload, **changes: Any) -> Workload:
         TypeError: an argument that Workload does not take.
         ValueError: as Workload.
     """
-    names = _ARGUMENTS if workload.own is None else ("model", "inputs", "optimizer")
-    step = {} if workload.own is None else {"step": workload.own.function}
+    names = _ARGUMENTS if workload.custom_step is None else ("model", "inputs", "optimizer")
+    step = {} if workload.custom_step is None else {"step": workload.custom_step.function}
     return Workload(**{**{name: getattr(workload, name) for name in names}, **step, **changes})
 
 
@@ -463,7 +467,7 @@ def _remedy(inputs: Any) -> str:
     return "pass one batch of it" if isinstance(inputs, Iterable) else "wrap it in a tuple"
 
 
-def check_own(step: Any, *others: Any) -> None:
+def check_custom_step(step: Any, *others: Any) -> None:
     if not callable(step):
         raise ValueError(f"Workload: expected step to be a function of no arguments, got {type(step).__name__}")
     names = ("loss", "autocast", "accumulate", "scaler", "clip_norm")

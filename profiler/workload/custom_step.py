@@ -28,7 +28,7 @@ class StepError(ValueError):
     """A step that is none, or that nothing is known for; the message says what to do."""
 
 
-class OwnStep:
+class CustomStep:
     """Runs a function that is one whole training step, and tells as each of its phases begins.
 
     A forward begins with the step, or where the backward before it is over: a step of several micro-batches has
@@ -109,7 +109,7 @@ class OwnStep:
 class _Watch:
     """What is under way in one run."""
 
-    def __init__(self, step: OwnStep, begin: Begin) -> None:
+    def __init__(self, step: CustomStep, begin: Begin) -> None:
         self._step, self._begin = step, begin
         self._number = -1
         self._calls: list[range] = []  # the sequence numbers of the nodes that calls of this forward made

@@ -68,15 +68,15 @@ def test_of_several_micro_batches_the_measured_one_is_the_forward_and_the_others
 
     work = Workload(model=model, step=step)
     work.step()
-    assert work.own is not None
-    assert work.own.forwards == 3
+    assert work.custom_step is not None
+    assert work.custom_step.forwards == 3
     middle = ["forward", "backward", "optimizer"]
     for measured, expected in (
         (0, [*middle, "evaluation", "optimizer", "evaluation", "optimizer", "end"]),
         (1, ["evaluation", *middle, "evaluation", "optimizer", "end"]),
         (2, ["evaluation", "evaluation", *middle, "end"]),
     ):
-        work.own.measured = measured
+        work.custom_step.measured = measured
         assert phases_of(work) == expected
 
 
