@@ -30,7 +30,7 @@ from profiler.measurement.meter import (
     typical_seconds,
 )
 from profiler.measurement.program_steps import OptionGroup, ProgramSteps, families_worth_capturing, grouped, steps_for
-from profiler.measurement.stage_probe import FirstRun, MakeMeter, PlainStep, StageProbe
+from profiler.measurement.stage_probe import DroppingForward, FirstRun, MakeMeter, StageProbe
 from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
 from profiler.progress import told_by
@@ -89,7 +89,17 @@ class ProgressReporter:
 
 
 class Measuring:
-    """The runs of one profile, each from the same random numbers."""
+    """The runs of one profile, each from the same random numbers.
+
+    Args:
+        workload: the training step.
+        resident: the bytes between two steps.
+        state: the tensors that a step may replace.
+        randomness: the random states that every run begins from.
+        report: is told which run is next.
+        limit_bytes: the most that a step may take: a few stages are kept at a time, and the others are recomputed.
+            None where plain steps keep everything.
+    """
 
     def __init__(
         self,
@@ -98,8 +108,9 @@ class Measuring:
         state: TensorsOfState,
         randomness: RandomState,
         report: ProgressReporter,
+        limit_bytes: int | None,
     ) -> None:
-        self._workload = workload
+        self._workload, self._limit_bytes = workload, limit_bytes
         self._device = workload.device
         self._compiled = is_compiled(workload.model)
         self._resident, self._state = resident, state
@@ -111,7 +122,7 @@ class Measuring:
         self._gradient_strides: dict[int, list[tuple[int, ...]]] = {}
 
     def measure(self, patterns: Stages, programs: ProposeRuns | None = None, *, every_stage: bool = False) -> Measured:
-        """Everything that a profile is made of.
+        """Runs everything that a profile is made of.
 
         Args:
             patterns: as ``stages`` of ``profile``.
@@ -125,7 +136,9 @@ class Measuring:
             trace, calls = trace_compiled(self._workload, trace, [stage.call for stage in stages])
             stages = stages_of(trace, calls)
         with self._probe(trace, stages) as probe:
-            saving = self._saving_step(probe)
+            recomputed = self._before_saving(probe) if isinstance(probe, FrugalProbe) else []
+            saving = self._step("memory", lambda: probe.saving_step(self._from_the_same(self._memory_meter)))
+            nodes_keep = self._limit_bytes is not None and bool(held_by_nodes(self._workload))
             self._gradient_strides = saving.gradient_strides
             memory = by_mark(saving.phases)
             # They depend on seconds and bytes, and say which steps are to come.
@@ -133,7 +146,7 @@ class Measuring:
             self._wanted = {} if programs is None else families_worth_capturing(groups, every=every_stage)
             self._begin("memory, nothing kept")
             dropping = probe.dropping_forward(self._memory_meter(), hold_all=False)
-            steps, dropped_seconds, reruns = self._time_in_turns(probe, stages, groups)
+            steps, dropped_seconds, reruns = self._time_in_turns(probe, stages, groups, recomputed)
             self._report.runs += steps_for(groups)
             menus = self._measure_menus(probe, groups, memory, programs, steps)
             if late := self._late_update(probe):
@@ -159,7 +172,10 @@ class Measuring:
                 for menu, group in zip(menus, groups, strict=True)
             ],
             menu_of={k: number for number, group in enumerate(groups) for k in group.members},
-            unsteady=what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, self._resident, varied),
+            unsteady=(
+                *what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, self._resident, varied),
+                *([_KEPT_BY_NODES] if nodes_keep else []),
+            ),
             batch_sized=what_follows_the_batch(self._workload, uncompiled_trace, uncompiled_stages),
             left_out=left_out,
             heads=() if self._compiled else heads_of(trace, self._device.type),
@@ -172,10 +188,40 @@ class Measuring:
         return [numbers.setdefault(kind, len(numbers)) for kind in zip(alike(stages), strides, strict=True)]
 
     def _probe(self, trace: Trace, stages: Sequence[ChosenStage]) -> StageProbe:
-        return StageProbe(self._workload, stages)
+        if self._limit_bytes is None:
+            return StageProbe(self._workload, stages)
+        return FrugalProbe(self._workload, stages, trace, alike(stages), self._limit_bytes)
 
-    def _saving_step(self, probe: StageProbe) -> PlainStep:
-        return self._step("memory", lambda: probe.saving_step(self._from_the_same(self._memory_meter)))
+    def _before_saving(self, probe: FrugalProbe) -> list[RerunTimes]:
+        """Recomputes each stage once, which tells the steps that follow which stages they have to keep."""
+        self._begin("recompute stages")
+        recomputed = probe.run_again()
+        self._add_backward(probe)
+        return recomputed
+
+    def _add_backward(self, probe: FrugalProbe) -> None:
+        """Adds to the trace of a forward what only a backward shows: its ops, and gradients that are sparse."""
+        self._begin("trace, backward")
+        recorder = StepRecorder(self._workload)
+
+        def run(on_phase: OnPhase) -> Any:
+            on_phase("forward", None)
+            return probe.dropping_step(NoMeter(), on_phase)
+
+        found = recorder.record_step(named_modules(self._workload.model), recorder, run)
+        calls = {(id(call.module), call.index): call for call in found.calls}
+        for op in found.backward_ops:
+            # Nodes have other numbers in every step.
+            op.node = next(
+                (
+                    stage.call.first_node
+                    for stage in probe.stages
+                    if (call := calls.get((id(stage.call.module), stage.call.index))) is not None
+                    and call.first_node <= op.node < call.end_node
+                ),
+                -1,
+            )
+        probe.trace.backward_ops, probe.trace.sparse_gradients = found.backward_ops, found.sparse_gradients
 
     def _timed_step(self, probe: StageProbe) -> MarkedPhases:
         return self._step("time", lambda: probe.timed_step(self._from_the_same(lambda: time_meter(self._device))))
@@ -229,7 +275,10 @@ class Measuring:
 
     def _trace(self, patterns: Stages) -> tuple[Trace, tuple[ChosenStage, ...]]:
         self._begin("trace")
-        trace = self._traced()
+        if self._limit_bytes is not None:
+            trace = trace_forward(self._workload)
+        else:
+            trace = uncompiled(trace_step)(self._workload) if self._compiled else trace_step(self._workload)
         if sum(call.parent < 0 for call in trace.calls) > 1:
             raise StagesError(SEVERAL_CALLS)
         stages = choose_stages(trace, patterns)
@@ -237,17 +286,22 @@ class Measuring:
         self._traced_step = trace
         return trace, stages
 
-    def _traced(self) -> Trace:
-        return uncompiled(trace_step)(self._workload) if self._compiled else trace_step(self._workload)
-
     def _time_in_turns(
-        self, probe: StageProbe, stages: Sequence[ChosenStage], groups: Sequence[OptionGroup]
+        self,
+        probe: StageProbe,
+        stages: Sequence[ChosenStage],
+        groups: Sequence[OptionGroup],
+        recomputed: list[RerunTimes],
     ) -> tuple[list[MarkedPhases], dict[Mark, float], list[RerunTimes]]:
-        """Plain steps, forwards without keeping, and reruns of each distinct stage; these groups are captured, too.
+        """Times plain steps, forwards that keep nothing, and recomputed stages; captures the stages of the groups.
+
+        Args:
+            probe, stages, groups: of the step.
+            recomputed: the recomputations of the stages where there is a limit: they are not repeated in each turn.
 
         Returns:
-            The plain steps; seconds of the forwards; and reruns, both at the pace of a typical plain step: each is
-            compared with the plain step of its turn, since a machine may be slower for a while. Every second turn
+            The plain steps; seconds of the forwards; and recomputations, both at the pace of a typical plain step: each
+            is compared with the plain step of its turn, since a machine may be slower for a while. Every second turn
             begins with the forward: what a model does in every second call only shows in two steps on end.
         """
         steps: list[MarkedPhases] = []
@@ -256,9 +310,17 @@ class Measuring:
         for turn in range(TURNS):
             if turn % 2 == 0:
                 steps.append(self._timed_step(probe))
-            forward, again = self._time_dropping(probe, stages, groups, reruns[0] if reruns else None)
-            forwards.append(forward)
-            reruns.append(again)
+            self._begin("time, nothing kept")
+            timed = probe.dropping_forward(time_meter(self._device), hold_all=self._limit_bytes is None)
+            forwards.append(timed.phases)
+            if isinstance(probe, FrugalProbe):
+                reruns.append(recomputed)
+                if turn == 0:
+                    self._capture_passing(probe, stages, groups, recomputed)
+            else:
+                reruns.append(self._recompute(timed, stages, reruns[0] if reruns else None))
+                if turn == 0 and not self._compiled:
+                    self._capture_held(timed, stages, groups, reruns[0])
             if turn % 2 == 1:
                 steps.append(self._timed_step(probe))
         totals = [sum(phase.seconds for _, phase in step) for step in steps]
@@ -277,35 +339,41 @@ class Measuring:
         ]
         return steps, typical_seconds(at_one_pace), typical
 
-    def _time_dropping(
-        self,
-        probe: StageProbe,
-        stages: Sequence[ChosenStage],
-        groups: Sequence[OptionGroup],
-        known: Sequence[RerunTimes] | None,
-    ) -> tuple[MarkedPhases, list[RerunTimes]]:
-        """A forward without keeping, and one rerun per distinct stage, whose calls are captured for their groups.
-
-        Args:
-            probe, stages, groups: of the step.
-            known: what is known of reruns already; None for the first forward, in which the groups are captured.
-        """
-        self._begin("time, nothing kept")
-        timed = probe.dropping_forward(time_meter(self._device), hold_all=True)
+    def _recompute(
+        self, timed: DroppingForward, stages: Sequence[ChosenStage], known: Sequence[RerunTimes] | None
+    ) -> list[RerunTimes]:
+        """Recomputes one call of each distinct stage of a forward that held all; ``known``: as in ``rerun_stages``."""
         if any_rank(len(timed.first_runs) != len(stages)):
             raise ProfileError(
-                f"profile: expected a step that runs the same stages in every call, got {len(timed.first_runs)} of "
-                f"{len(stages)} in another call (a counter or a batch chose others); let the step that is profiled "
-                "always go the way that needs most memory"
+                f"profile: the step ran {len(timed.first_runs)} of its {len(stages)} stages in another call (a counter "
+                "or a batch chose others); let the profiled step always go the way that needs most memory"
             )
-        kinds = alike(stages)
-        reruns = rerun_stages(timed.first_runs, kinds, self._device, compiled=self._compiled, known=known)
-        if known is None and not self._compiled:
-            captures = self._begin_captures(stages, reruns)
-            for k, capture in captures.items():
-                capture.add(k, timed.first_runs[k])
-            self._finish_captures(groups, captures)
-        return timed.phases, reruns
+        return rerun_stages(timed.first_runs, alike(stages), self._device, compiled=self._compiled, known=known)
+
+    def _capture_held(
+        self,
+        timed: DroppingForward,
+        stages: Sequence[ChosenStage],
+        groups: Sequence[OptionGroup],
+        reruns: Sequence[RerunTimes],
+    ) -> None:
+        captures = self._begin_captures(stages, reruns)
+        for k, capture in captures.items():
+            capture.add(k, timed.first_runs[k])
+        self._finish_captures(groups, captures)
+
+    def _capture_passing(
+        self,
+        probe: FrugalProbe,
+        stages: Sequence[ChosenStage],
+        groups: Sequence[OptionGroup],
+        reruns: Sequence[RerunTimes],
+    ) -> None:
+        """Captures each stage as it ends in a forward of its own, so that no two are held at once."""
+        captures = self._begin_captures(stages, reruns)
+        self._begin("capture")
+        probe.dropping_forward(NoMeter(), hold_all=False, on_stage=lambda k, first: _capture(probe, captures, k, first))
+        self._finish_captures(groups, captures)
 
     def _begin_captures(self, stages: Sequence[ChosenStage], reruns: Sequence[RerunTimes]) -> dict[int, KindCapture]:
         """What captures each stage that is to be captured; one for the stages of a family."""
@@ -334,6 +402,9 @@ class Measuring:
         timed: Sequence[MarkedPhases],
     ) -> list[MenuRecord]:
         steps = ProgramSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
+        if isinstance(probe, FrugalProbe):
+            one_each = [replace(group, members=group.members[-1:]) for group in groups]
+            return [menu for together in _batches(probe, one_each) for menu in steps.measure(together, programs)]
         menus = steps.measure(groups, programs, self._late_in_training)
         self._late_phases = [] if any_rank(not self._workload.stepped) else steps.late_phases
         return menus
@@ -341,12 +412,12 @@ class Measuring:
 
 _KEPT_BY_NODES = (
     "the graph keeps tensors beyond backward (a function's ctx.x = x, outputs or attributes without "
-    "a part in the loss): in stages that ran again they were not seen; use ctx.save_for_backward, and detach() the rest"
+    "a part in the loss), which recomputed stages do not show; use ctx.save_for_backward, and detach() the rest"
 )
 
 
 def frugal_first_step(workload: Workload, patterns: Stages, limit_bytes: int) -> None:
-    """As ``first_step``, with every stage run again in backward."""
+    """Runs ``first_step`` with every stage recomputed in backward."""
     trace = trace_forward(workload)
     stages = choose_stages(trace, patterns)
     with FrugalProbe(workload, stages, trace, alike(stages), limit_bytes) as probe:
@@ -354,117 +425,16 @@ def frugal_first_step(workload: Workload, patterns: Stages, limit_bytes: int) ->
         first_step(workload, lambda on_phase: probe.dropping_step(NoMeter(), on_phase))
 
 
-class FrugalMeasuring(Measuring):
-    """As ``Measuring``; a few stages are kept at a time, the others run again.
-
-    Args:
-        workload, resident, state, randomness, report: as for ``Measuring``.
-        limit_bytes: the most that a step may take.
-    """
-
-    def __init__(
-        self,
-        workload: Workload,
-        resident: ResidentBytes,
-        state: TensorsOfState,
-        randomness: RandomState,
-        report: ProgressReporter,
-        limit_bytes: int,
-    ) -> None:
-        super().__init__(workload, resident, state, randomness, report)
-        self._limit_bytes = limit_bytes
-        self._reruns: list[RerunTimes] = []
-        self._nodes_keep = False
-
-    def measure(self, patterns: Stages, programs: ProposeRuns | None = None, *, every_stage: bool = False) -> Measured:
-        """As of a step that keeps everything."""
-        measured = super().measure(patterns, programs, every_stage=every_stage)
-        if not self._nodes_keep:
-            return measured
-        return replace(measured, unsteady=(*measured.unsteady, _KEPT_BY_NODES))
-
-    def _traced(self) -> Trace:
-        return trace_forward(self._workload)
-
-    def _probe(self, trace: Trace, stages: Sequence[ChosenStage]) -> FrugalProbe:
-        return FrugalProbe(self._workload, stages, trace, alike(stages), self._limit_bytes)
-
-    def _saving_step(self, probe: StageProbe) -> PlainStep:
-        assert isinstance(probe, FrugalProbe)
-        self._begin("run stages again")
-        self._reruns = probe.run_again()
-        self._add_backward(probe)
-        step = super()._saving_step(probe)
-        self._nodes_keep = bool(held_by_nodes(self._workload))
-        return step
-
-    def _add_backward(self, probe: FrugalProbe) -> None:
-        """What only backward shows of the trace: its ops, and gradients that are sparse."""
-        self._begin("trace, backward")
-        recorder = StepRecorder(self._workload)
-
-        def run(on_phase: OnPhase) -> Any:
-            on_phase("forward", None)
-            return probe.dropping_step(NoMeter(), on_phase)
-
-        found = recorder.record_step(named_modules(self._workload.model), recorder, run)
-        calls = {(id(call.module), call.index): call for call in found.calls}
-        for op in found.backward_ops:
-            # Nodes have other numbers in every step.
-            op.node = next(
-                (
-                    stage.call.first_node
-                    for stage in probe.stages
-                    if (call := calls.get((id(stage.call.module), stage.call.index))) is not None
-                    and call.first_node <= op.node < call.end_node
-                ),
-                -1,
-            )
-        probe.trace.backward_ops, probe.trace.sparse_gradients = found.backward_ops, found.sparse_gradients
-
-    def _time_dropping(
-        self,
-        probe: StageProbe,
-        stages: Sequence[ChosenStage],
-        groups: Sequence[OptionGroup],
-        known: Sequence[RerunTimes] | None,
-    ) -> tuple[MarkedPhases, list[RerunTimes]]:
-        assert isinstance(probe, FrugalProbe)
-        self._begin("time, nothing kept")
-        timed = probe.dropping_forward(time_meter(self._device), hold_all=False)
-        if known is None:
-            captures = self._begin_captures(stages, self._reruns)
-            self._begin("capture")
-            probe.dropping_forward(
-                NoMeter(), hold_all=False, on_stage=lambda k, first: _capture(probe, captures, k, first)
-            )
-            self._finish_captures(groups, captures)
-        return timed.phases, self._reruns
-
-    def _measure_menus(
-        self,
-        probe: StageProbe,
-        groups: Sequence[OptionGroup],
-        memory: PhasesOfMark,
-        programs: ProposeRuns | None,
-        timed: Sequence[MarkedPhases],
-    ) -> list[MenuRecord]:
-        assert isinstance(probe, FrugalProbe)
-        steps = ProgramSteps(probe, memory, self._memory_meter, self._randomness, self._report, timed)
-        one_each = [replace(group, members=group.members[-1:]) for group in groups]
-        return [menu for together in self._batches(probe, one_each) for menu in steps.measure(together, programs)]
-
-    def _batches(self, probe: FrugalProbe, groups: Sequence[OptionGroup]) -> list[list[OptionGroup]]:
-        """Groups that may be measured in the same steps, in order."""
-        batches: list[list[OptionGroup]] = []
-        for group in groups:
-            if batches:
-                members = [each.members[0] for each in (*batches[-1], group) if each.is_captured]
-                if probe.needed_bytes(members) <= probe.limit_bytes:
-                    batches[-1].append(group)
-                    continue
+def _batches(probe: FrugalProbe, groups: Sequence[OptionGroup]) -> list[list[OptionGroup]]:
+    """Returns the groups that may be measured in the same steps, in order."""
+    batches: list[list[OptionGroup]] = []
+    for group in groups:
+        members = [each.members[0] for each in (*(batches[-1] if batches else ()), group) if each.is_captured]
+        if batches and probe.needed_bytes(members) <= probe.limit_bytes:
+            batches[-1].append(group)
+        else:
             batches.append([group])
-        return batches
+    return batches
 
 
 def _capture(probe: FrugalProbe, captures: Mapping[int, KindCapture], k: int, first: FirstRun) -> None:

@@ -20,7 +20,7 @@ from profiler.measurement.device_memory import (
     ran_out,
     room_bytes,
 )
-from profiler.measurement.measuring import FrugalMeasuring, Measuring, Progress, ProgressReporter, frugal_first_step
+from profiler.measurement.measuring import Measuring, Progress, ProgressReporter, frugal_first_step
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
@@ -147,8 +147,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
                 frugal_first_step(workload, request.stages, limit_bytes)
             _choose_forward(workload, state_of_modules, frugal=limit_bytes is not None)
             resident = resident_bytes_of(workload)
-            common = workload, resident, state_of_modules, randomness, report
-            measuring = Measuring(*common) if limit_bytes is None else FrugalMeasuring(*common, limit_bytes)
+            measuring = Measuring(workload, resident, state_of_modules, randomness, report, limit_bytes)
             measured = measuring.measure(request.stages, request.programs, every_stage=request.every_stage)
             profile = assemble(workload, measured, resident)
             report("look for what is drawn at random")
