@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -44,7 +44,7 @@ from profiler.workload.plain_objects import (
 )
 from profiler.workload.random_states import same_state
 from profiler.workload.reachable import HOOKS, OF_MODULES, globals_of, in_cell, is_closed, is_plain_tensor
-from profiler.workload.remembered_values import GENERATORS
+from profiler.workload.remembered_values import STATE_OF, StateAccess, state_access
 from profiler.workload.tensor_parts import storage_key
 from profiler.workload.tensor_trees import cached_by_identity, slots_of, tensors_in
 
@@ -80,13 +80,13 @@ class ModuleState:
         "_contents",
         "_empty",
         "_found",
-        "_generators",
         "_globals",
         "_known",
         "_long",
         "_module",
         "_parameters",
         "_slotted",
+        "_stateful",
         "_statistics",
         "_tensors",
         "_units",
@@ -111,7 +111,7 @@ class ModuleState:
         self._long: list[GrowingContainer] = []
         self._slotted: list[tuple[Any, tuple[Any, ...]]] = []  # objects with what their slots hold
         self._known: set[int] = set()  # ids of holders, and of modules
-        self._generators: list[tuple[Any, _Ways, Any]] = []  # and arrays; how they are read and written, and what it is
+        self._stateful: list[tuple[Any, StateAccess, Any]] = []  # generators and arrays, each with its state
         self._variables: list[tuple[types.CellType, Any]] = []  # of closures of hooks, with what is in them
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: dict[int, tuple[str, Tensor, int]] = {}  # what is held besides, with its version
@@ -263,13 +263,12 @@ class ModuleState:
             self._slotted.append((value, in_slots(value)))
             self._note_tuple(name, self._slotted[-1][1], inside)
 
-    def _note_generator(self, name: str, generator: Any, _: int) -> None:
-        ways = next(ways for kind, ways in _STATES.items() if isinstance(generator, kind))
-        self._generators.append((generator, ways, ways[0](generator)))
-
-    def _note_array(self, name: str, array: Any, _: int) -> None:
-        if array.nbytes <= MOST_ARRAY_BYTES and array.flags.writeable:
-            self._generators.append((array, _OF_ARRAYS, array.copy()))
+    def _note_state(self, name: str, value: Any, _: int) -> None:
+        if isinstance(value, np.ndarray) and (value.nbytes > MOST_ARRAY_BYTES or not value.flags.writeable):
+            return
+        access = state_access(value)
+        assert access is not None
+        self._stateful.append((value, access, access.read(value)))
 
     def _note_unregistered(self, name: str, module: nn.Module, depth: int) -> None:
         if id(module) in self._known:
@@ -322,59 +321,30 @@ class ModuleState:
         for one in self._long:
             if not one.only_grew():
                 raise RerunError(
-                    f"expected {one.shown}, only to grow at its end, got one that lost or replaced some; keep fewer "
+                    f"{one.shown}, has lost or replaced items since forward, and may only grow at its end; keep fewer "
                     "items in it, use a collections.deque, or keep this stage"
                 )
         parameters = self._parameters.changed()
         for remembered in parameters:
             self._check_parameter(remembered)
-        thawed = [one.parameter for one in parameters if one.thawed()]
-        data = [(one, one.parameter.data) for one in parameters if one.moved()]
+        with ExitStack() as back:
+            self._reinstate_containers(back)
+            self._reinstate_references(back)
+            for value, access, state in self._stateful:
+                back.callback(access.write, value, access.read(value))
+                access.write(value, state)
+            _reinstate_parameters(parameters, back)
+            self._reinstate_values(changed, back)
+            yield
+
+    def _reinstate_containers(self, back: ExitStack) -> None:
+        """Has dicts, lists and sets hold what they held; ``back`` undoes it, and what the recomputation changes."""
         differing = self._differing()
         contents = {id(holder): (holder, _copied(holder)) for holder, _ in differing}
         filled = [(table, table.copy()) for table in self._empty if table] if any(self._empty) else []
-        slotted = [(value, in_slots(value)) for value, _ in self._slotted]
-        generators = [(generator, ways, ways[0](generator)) for generator, ways, _ in self._generators]
-        variables = [(cell, value) for cell, _ in self._variables for value in in_cell(cell)]
-        names = [(space, name, space.get(name)) for space, name, _ in self._globals]
         grown = [(one, one.cut()) for one in self._long]
-        # What the first run has changed in place, the second will change again.
-        tensors = [self._tensors[key][1] for key in changed]
-        values = [(tensor, version_of(tensor), tensor.data, uncounted_copy(tensor)) for tensor in tensors]
-        try:
-            for table, _ in filled:
-                table.clear()
-            for holder, before in differing:
-                _fill(holder, before)
-            for value, before in self._slotted:
-                set_slots(value, before)
-            _rebind(self._variables, self._globals)
-            for generator, ways, state in self._generators:
-                ways[1](generator, state)
-            for parameter in thawed:
-                parameter.requires_grad_(not parameter.requires_grad)
-            for one, _ in data:
-                one.parameter.data = one.data()
-            for key in changed:
-                if key in self._values:
-                    self._values[key].put_back(self._tensors[key][1])
-            yield
-        finally:
-            for tensor, version, placed, now in values:
-                if now is not None:
-                    if not _lies_as(tensor, placed):
-                        tensor.data = placed
-                    now.put_back(tensor)
-                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
-            for one, now in data:
-                one.parameter.data = now
-            for parameter in thawed:
-                parameter.requires_grad_(not parameter.requires_grad)
-            for generator, ways, state in generators:
-                ways[1](generator, state)
-            _rebind(variables, names)
-            for value, now in slotted:
-                set_slots(value, now)
+
+        def undo() -> None:
             if any(self._empty):
                 for table in filter(None, self._empty):
                     table.clear()
@@ -382,11 +352,36 @@ class ModuleState:
                 table.update(now)
             for holder, now in contents.values():
                 _fill(holder, now)
-            for holder, before in self._differing():  # What the second run has changed and the first had not.
+            for holder, before in self._differing():  # The recomputation has changed these and the first run had not.
                 if id(holder) not in contents:
                     _fill(holder, before)
             for one, tail in grown:
                 one.extend_again(tail)
+
+        back.callback(undo)
+        for table, _ in filled:
+            table.clear()
+        for holder, before in differing:
+            _fill(holder, before)
+
+    def _reinstate_references(self, back: ExitStack) -> None:
+        """Has slots, variables of closures and globals refer to what they did; ``back`` undoes it."""
+        for value, before in self._slotted:
+            back.callback(set_slots, value, in_slots(value))
+            set_slots(value, before)
+        if self._variables or self._globals:
+            variables = [(cell, value) for cell, _ in self._variables for value in in_cell(cell)]
+            back.callback(_rebind, variables, [(space, name, space.get(name)) for space, name, _ in self._globals])
+            _rebind(self._variables, self._globals)
+
+    def _reinstate_values(self, changed: Sequence[int], back: ExitStack) -> None:
+        """Writes the values that tensors had before the first run; ``back`` writes those of now."""
+        for key in changed:
+            tensor = self._tensors[key][1]
+            back.callback(_put_back_values, tensor, version_of(tensor), tensor.data, uncounted_copy(tensor))
+        for key in changed:
+            if key in self._values:
+                self._values[key].put_back(self._tensors[key][1])
 
     def holds_what_it_held(self) -> bool:
         """Whether attributes, containers, objects, closures and globals hold the very things that they held.
@@ -398,7 +393,7 @@ class ModuleState:
             and all(all(map(operator.is_, in_slots(value), before)) for value, before in self._slotted)
             and all(value is now for cell, value in self._variables for now in in_cell(cell))
             and all(space.get(name) is value for space, name, value in self._globals)
-            and all(same_state(ways[0](each), state) for each, ways, state in self._generators)
+            and all(same_state(access.read(each), state) for each, access, state in self._stateful)
             and all(one.is_as_it_was() for one in self._long)
         )
 
@@ -478,6 +473,27 @@ def _values_of(dicts: list[dict[Any, Any]]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, dicts))
 
 
+def _reinstate_parameters(parameters: Sequence[RememberedParameter], back: ExitStack) -> None:
+    """Has parameters lie where they did and take gradients as they did; ``back`` undoes it."""
+    for one in parameters:
+        if one.thawed():
+            back.callback(one.parameter.requires_grad_, one.parameter.requires_grad)
+            one.parameter.requires_grad_(not one.parameter.requires_grad)
+    for one in parameters:
+        if one.moved():
+            back.callback(setattr, one.parameter, "data", one.parameter.data)
+            one.parameter.data = one.data()
+
+
+def _put_back_values(tensor: Tensor, version: int, placed: Tensor, values: UncountedCopy | None) -> None:
+    if values is None:
+        return
+    if not _lies_as(tensor, placed):
+        tensor.data = placed
+    values.put_back(tensor)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
+
+
 def _rebind(variables: list[tuple[types.CellType, Any]], names: list[tuple[dict[str, Any], str, Any]]) -> None:
     for cell, value in variables:
         cell.cell_contents = value
@@ -525,20 +541,12 @@ def _lies_as(tensor: Tensor, placed: Tensor) -> bool:
     return (tensor.shape, tensor.dtype, tensor.data_ptr()) == (placed.shape, placed.dtype, placed.data_ptr())
 
 
-_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
-_STATES: dict[type, _Ways] = GENERATORS | {
-    # As numpy's, outside torch's allocator.
-    torch.Generator: (lambda g: g.get_state().numpy().copy(), lambda g, state: g.set_state(torch.from_numpy(state))),
-}
-_OF_ARRAYS: _Ways = (lambda array: array.copy(), lambda array, values: np.copyto(array, values, casting="no"))
-
 _Note = Callable[[ModuleState, str, Any, int], None]
 _NOTES: list[tuple[type, _Note]] = [
     (Tensor, ModuleState._note_tensor),
     (nn.Module, ModuleState._note_unregistered),
     (tuple, ModuleState._note_tuple),
-    (np.ndarray, ModuleState._note_array),
-    *((kind, ModuleState._note_generator) for kind in _STATES),
+    *((kind, ModuleState._note_state) for kind in STATE_OF),
 ]
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -141,26 +141,38 @@ def is_container(value: Any) -> bool:
     return type(value) in (tuple, *MAPPINGS, *SEQUENCES) or (isinstance(value, tuple) and hasattr(value, "_make"))
 
 
-_Ways = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]  # how what is in an object is read, and written
-GENERATORS: dict[type, _Ways] = {
-    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
-    np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+class StateAccess(NamedTuple):
+    """How the state of an object is read, and written; it lies in no memory that an allocator of torch's counts."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+# Objects that a step changes inside, by their type.
+STATE_OF: dict[type, StateAccess] = {
+    torch.Generator: StateAccess(
+        lambda g: g.get_state().numpy().copy(), lambda g, state: g.set_state(torch.from_numpy(state))
+    ),
+    np.random.Generator: StateAccess(
+        lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)
+    ),
+    np.random.RandomState: StateAccess(lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    random.Random: StateAccess(lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+    np.ndarray: StateAccess(lambda a: a.copy(), lambda a, values: np.copyto(a, values, casting="no")),
 }
-# Objects that a step changes inside.
-_OBJECTS: tuple[tuple[Any, *_Ways], ...] = (
-    *((kind, *ways) for kind, ways in GENERATORS.items()),
-    (np.ndarray, lambda a: a.copy(), lambda a, values: np.copyto(a, values, casting="no")),
-)
+
+
+def state_access(value: Any) -> StateAccess | None:
+    """Returns how the state of a generator or an array is read and written; None for other objects."""
+    return next((access for kind, access in STATE_OF.items() if isinstance(value, kind)), None)
 
 
 def _object(value: Any) -> Callable[[Any], Any]:
-    for kind, read, write in _OBJECTS:
-        if isinstance(value, kind):
-            inside = read(value)
-            return lambda _: (value, write(value, inside))[0]
-    return lambda _: value
+    access = state_access(value)
+    if access is None:
+        return lambda _: value
+    state = access.read(value)
+    return lambda _: (value, access.write(value, state))[0]
 
 
 def _tensor(value: Tensor, memories: Memories, keeps: bool) -> Callable[[Any], Any]:

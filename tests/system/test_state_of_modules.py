@@ -136,7 +136,7 @@ def test_a_long_container_that_does_more_than_grow_is_refused(make: Callable[[],
 
     plan, model = _plan(_net(make, turn)), _net(make, turn)
     begun.append(True)
-    expected = r"'kept', a .* of 1001 items, only to grow"
+    expected = r"'kept', a .* of 1001 items, has lost or replaced items"
     with planner.apply(model, plan), pytest.raises(RuntimeError, match=expected):
         loss_of(model(batch())).backward()
     with pytest.raises(ValueError, match=expected):
