@@ -1,4 +1,4 @@
-"""What ranks that measure one step together have to decide as one: how many steps run, and what runs in them.
+"""Decisions that ranks which measure one step together have to take as one: how many steps run, and which.
 
 A step of a model that is spread over ranks has collectives in it, and a rank that ran a step more than the others would
 wait for them in vain. So whatever follows from numbers measured on one rank, or from values there, goes through here
@@ -23,15 +23,15 @@ class MeasuringRanks(Protocol):
     """Processes that run the same code, each with its part of the same step."""
 
     def gathered(self, value: Value) -> list[Value]:
-        """What each rank has given, in their order."""
+        """Returns the values that the ranks have given, in their order."""
         ...
 
     def from_first(self, value: Value) -> Value:
-        """What the first rank has given."""
+        """Returns the value that the first rank has given."""
         ...
 
     def made_by_rank0(self, make: Callable[[], Value]) -> Value:
-        """What the first rank makes, for all."""
+        """Returns the value that the first rank makes, on all ranks."""
         ...
 
     def check_answered(self, error: Exception | None) -> None:
@@ -44,7 +44,7 @@ _together: list[MeasuringRanks | None] = []  # of the processes that measure tog
 
 @contextlib.contextmanager
 def measured_with(ranks: MeasuringRanks | None) -> Iterator[None]:
-    """Inside, what is measured is measured together with these ranks; with None by this process alone."""
+    """Has measurements inside made together with these ranks; with None by this process alone."""
     _together.append(ranks)
     try:
         yield
@@ -62,17 +62,17 @@ def _others() -> MeasuringRanks | None:
 
 
 def gathered(value: Value) -> list[Value]:
-    """What each rank has for this value."""
+    """Returns the value of each rank."""
     return [value] if (ranks := _others()) is None else ranks.gathered(value)
 
 
 def agreed(value: Value) -> Value:
-    """What the first rank has for this value."""
+    """Returns the value of the first rank."""
     return value if (ranks := _others()) is None else ranks.from_first(value)
 
 
 def made_by_rank0(make: Callable[[], Value]) -> Value:
-    """What ``make`` returns on the first rank, for all; a ValueError that it raises there is raised on all."""
+    """Returns the result of ``make`` on the first rank; a ValueError that it raises there is raised on all ranks."""
     return make() if (ranks := _others()) is None else ranks.made_by_rank0(make)
 
 
@@ -90,8 +90,8 @@ def first_failure(failure: str, error: Exception | None = None) -> str:
     """The first rank's words on what failed there, of those on which something did; empty where nothing did.
 
     Args:
-        failure: this rank's words; empty where it succeeded.
-        error: that they are about. Where it came of another rank that did not answer, all ranks raise.
+        failure: the reason on this rank; empty where it succeeded.
+        error: the exception behind the reason. Where it came of another rank that did not answer, all ranks raise.
     """
     if (ranks := _others()) is not None:
         ranks.check_answered(error)
@@ -107,7 +107,7 @@ class UnlikeValues(ValueError):
     """Records that differ in what has to be the same.
 
     Attributes:
-        number: which of the records differs from the first.
+        number: the number of the record that differs from the first.
         where: the attribute.
         expected: the value in the first record.
         got: the value in the record that differs.
@@ -126,7 +126,7 @@ def merged_largest(values: Sequence[Value], rules: MergeRules = _NO_RULES) -> Va
 
     Args:
         values: dataclasses, tuples, lists, mappings and plain data; at least one.
-        rules: by the name of an attribute, what to make of its values instead.
+        rules: by the name of an attribute, the function that joins its values instead.
 
     Raises:
         UnlikeValues: something else differs.

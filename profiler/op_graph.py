@@ -1,4 +1,4 @@
-"""The ops of a stage: what each reads, makes and costs, and which run again for a choice of what to keep."""
+"""The ops of a stage: their inputs, results and costs, and which are recomputed for a choice of kept storages."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class StageStorage:
     """A storage that ops of a stage touch: made in the stage, or come from outside of it.
 
     Attributes:
-        size_bytes: of the storage, however many tensors view it.
+        size_bytes: the size of the storage, however many tensors view it.
         op: ordinal of the op that made it; -1 where it comes from outside.
-        output: which of that op's new storages it is.
-        versions: how often ops of the stage change it in place.
+        output: its number among the new storages of that op.
+        versions: the number of times that ops of the stage change it in place.
         saved: autograd saves it inside the stage.
         saved_in: modules in which it does, relative to the stage; empty where that is not known.
-        always_live: it is alive until the stage's backward whatever the stage keeps: it comes from
-            outside as a parameter or a buffer or is saved by the stage in any case, or it is
-            a saved cast of a parameter, which autocast holds until the forward ends.
-        dies_after_stage: it comes from the stage before and lives for this stage alone.
-        returned: it is part of what the stage returns.
+        always_live: whether it is alive until the stage's backward whatever the stage keeps: it comes from outside as a
+            parameter or a buffer or is saved by the stage in any case, or it is a saved cast of a parameter, which
+            autocast holds until the forward ends.
+        dies_after_stage: whether it comes from the stage before and lives for this stage alone.
+        returned: whether it is part of the stage's output.
     """
 
     size_bytes: int
@@ -71,14 +71,14 @@ class StageOp:
     """One aten op of a stage's forward. Its ordinal is its position in ``StageOps.ops``.
 
     Attributes:
-        op: its name, for example ``aten.mm.default``.
+        op: the name, for example ``aten.mm.default``.
         module: name of the module that called it, relative to the stage; empty for the stage itself.
-        seconds: of the forward kernel.
+        seconds: the time of the forward kernel.
         reads: pairs (storage, version) whose contents it reads; version counts in-place changes.
         allocates: storages it makes.
         writes: storages it changes in place.
-        random: it draws random numbers.
-        not_rerunnable_reason: why it must not run again; empty where it may.
+        random: whether it draws random numbers.
+        not_rerunnable_reason: why it must not be recomputed; empty where it may.
     """
 
     op: str
@@ -149,14 +149,14 @@ class StageOps:
         return writers
 
     def rerun(self, kept: Iterable[int], forced: Collection[int] = ()) -> frozenset[int]:
-        """Ordinals of the ops that must run again in backward when only ``kept`` storages are kept.
+        """Returns the ordinals of the ops that have to be recomputed in backward when only ``kept`` storages are kept.
 
         Args:
             kept: numbers of storages.
-            forced: ordinals of ops that may run again even if they must not.
+            forced: the ordinals of ops that may be recomputed even if they must not.
 
         Raises:
-            ChoiceError: an op that must not run again would have to; the message names it.
+            ChoiceError: an op that must not be recomputed would have to; the message names it.
         """
         held = set(kept) | {n for n, storage in enumerate(self.storages) if storage.always_live}
         writers = self.writers()
@@ -185,16 +185,16 @@ class StageOps:
         return frozenset(rerun)
 
     def rerun_without(self, dropped: Iterable[int], forced: Collection[int] = ()) -> frozenset[int]:
-        """Ordinals of the ops that run again in backward when what these ops make is not kept.
+        """Returns the ordinals of the ops that are recomputed in backward when the results of these ops are not kept.
 
         What they read from other ops is kept, as far as in-place changes allow.
 
         Args:
             dropped: ordinals of ops.
-            forced: ordinals of ops that may run again even if they must not.
+            forced: the ordinals of ops that may be recomputed even if they must not.
 
         Raises:
-            ChoiceError: one of the ops must not run again.
+            ChoiceError: one of the ops must not be recomputed.
         """
         return self.rerun(_kept_without(self, set(dropped)), forced)
 
@@ -210,7 +210,7 @@ class NamedStage:
     Attributes:
         name: the module's name (``#n``: its n-th further call).
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
-        ops: its dataflow, with the modules inside.
+        ops: the dataflow of the stage, with the modules inside.
     """
 
     name: str
@@ -228,7 +228,7 @@ class NamedStage:
 
 
 def _kept_without(ops: StageOps, dropped: set[int]) -> set[int]:
-    """What has to be kept so that no other ops than these run again, as far as in-place changes allow."""
+    """Returns the storages to keep so that only these ops are recomputed, as far as in-place changes allow."""
     writers = ops.writers()
     dropped_storages = {number for (number, _), ordinal in writers.items() if ordinal in dropped}
     kept = {n for n, s in enumerate(ops.storages) if s.saved and n not in dropped_storages}

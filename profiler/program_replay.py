@@ -1,4 +1,4 @@
-"""What running the ops of a captured call in some order keeps, takes and costs."""
+"""Replays the ops of a captured call in some order: the bytes that they keep and take, and their seconds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class CallReplay:
 
     Attributes:
         runs: the order.
-        kept_bytes: what forward hands over to backward, beside what it returns, parameters and arguments.
-        kept_output_bytes: of what forward returns, what backward reads.
+        kept_bytes: the bytes that forward hands over to backward, beside its output, parameters and arguments.
+        kept_output_bytes: the bytes of the output that backward reads.
         forward_peak_bytes: the most alive in forward.
         backward_peak_bytes: the most alive in backward: what was kept, gradients of what forward returned, what its
             ops make.
         above_start_bytes: the peak of backward above what is there as it begins, arguments included.
         arguments: numbers of the tensors among the arguments that backward reads.
-        forward_seconds, backward_seconds: of the ops.
+        forward_seconds, backward_seconds: the time of the ops.
     """
 
     runs: StepRuns
@@ -44,7 +44,7 @@ class CallReplay:
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """The seconds of forward and backward together."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -59,11 +59,11 @@ def call_replay(
     """The replay of an order of the runs of a call's ops.
 
     Args:
-        graph: of the call.
+        graph: the graph of the call.
         runs: the order.
         gradients_held: others hold the gradients of what the call returned until its backward is over.
         outputs_held: others hold what it returned until then.
-        argument_bytes: of the tensors among the arguments that go when backward has read them.
+        argument_bytes: the size of the arguments that are freed when backward has read them.
     """
     replay = replay_step(graph, runs, gradients_held=gradients_held, outputs_held=outputs_held)
     sizes = [storage.size_bytes for storage in graph.storages] + [op.state_bytes for op in graph.ops]
@@ -126,7 +126,7 @@ def forward_flow(graph: StepGraph) -> StageOps:
 
 @functools.lru_cache(maxsize=256)
 def kept_and_rerun(graph: StepGraph, runs: StepRuns) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What an order keeps of what its forward makes, and which ops of the forward it runs again."""
+    """Returns the storages that an order keeps of its forward, and the ops of the forward that it recomputes."""
     handed = replay_step(graph, runs).handed
     forward = {ordinal for ordinal, op in enumerate(graph.ops) if op.side == "forward"}
     made = {number for ordinal in forward for number in graph.ops[ordinal].makes}
@@ -134,14 +134,14 @@ def kept_and_rerun(graph: StepGraph, runs: StepRuns) -> tuple[tuple[int, ...], t
 
 
 def random_state_bytes(graph: StepGraph, runs: StepRuns) -> int:
-    """Bytes of the random states that an order hands over to backward, where ops that draw from them run again."""
+    """Returns the bytes of the random states handed over to backward, where ops that draw from them are recomputed."""
     count = len(graph.storages)
     handed = replay_step(graph, runs).handed
     return sum(graph.ops[number - count].state_bytes for number in handed if number >= count)
 
 
 def runs_with(graph: StepGraph, again: Collection[int]) -> StepRuns:
-    """The order in which these ops of the forward run again, each once, just before what first needs them in backward.
+    """Returns the order that recomputes these ops of the forward, each once, just before backward first needs them.
 
     What they read is kept where they do not make it themselves.
     """
@@ -165,7 +165,7 @@ def runs_with(graph: StepGraph, again: Collection[int]) -> StepRuns:
 
 
 def name_of_runs(graph: StepGraph, runs: StepRuns) -> str:
-    """A short name: how many ops run again, and of which kinds, those of the most seconds first."""
+    """Returns a short name: how many ops are recomputed, and of which kinds, those of the most seconds first."""
     again = runs.again
     if not again:
         return "as a program"

@@ -1,4 +1,4 @@
-"""What goes on and what came out, told through ``logging``: to stderr where the application has set up none."""
+"""Progress and results told through ``logging``: to stderr where the application has set up none."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def told_by(name: str, doing: str) -> Callable[[str, int, int], None]:
     """A ``progress`` function that tells the first part at once, and then what is under way some seconds apart.
 
     Args:
-        name: of the logger.
-        doing: what the parts are parts of, as ``"profiling"``.
+        name: the name of the logger.
+        doing: the activity of which the parts are reported, as ``"profiling"``.
     """
     told = float("-inf")
 

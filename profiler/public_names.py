@@ -14,9 +14,9 @@ def lazy_names(
     """A package's ``__getattr__``, ``__dir__`` and ``__all__``.
 
     Args:
-        package: its ``__name__``.
-        names: of each module the public names that lie in it, parted by spaces.
-        submodules: of the package that are attributes without being imported, beside the public names.
+        package: the package's ``__name__``.
+        names: the public names in each module, parted by spaces.
+        submodules: the submodules that are attributes without being imported, beside the public names.
 
     Raises:
         AttributeError: by ``__getattr__``, for all other names.

@@ -52,7 +52,7 @@ class StageRecord:
         forward, backward: phases of the unplanned step.
         dropped: the forward in which no stage keeps anything.
         recompute_seconds: the forward again, up to its last saved tensor.
-        recompute_peak_bytes: its peak above the bytes alive at its start.
+        recompute_peak_bytes: the peak of its recomputation above the bytes alive at its start.
         recompute_ops: aten ops it runs; ``forward_ops`` those of a whole forward.
         boundary_bytes: bytes handed to the next stage that live only for it.
         kept_output_bytes: the part of them that this stage keeps for its own backward.
@@ -61,25 +61,26 @@ class StageRecord:
         kept_bytes: bytes saved for backward, each storage once, without
             parameters, buffers and the stage's own input.
         links: pairs (input tensor, output tensor of the stage before) that are the same tensor.
-        parameter_gradient_bytes: of the gradients of the module's own parameters.
+        parameter_gradient_bytes: the gradients of the module's own parameters.
         parameter_shapes: names and shapes, to recognise the model.
         input_shapes: shapes of the tensors that go in.
-        draws_random, mutated_buffers: what a second run has to reinstate.
+        draws_random, mutated_buffers: the states that a recomputation has to reinstate.
         reason: why the stage cannot be recomputed; empty where it can. ``remedy`` says what to change.
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
-        calls: how often the step called its module; 0 in files of older releases.
+        calls: the number of times that the step called its module; 0 in files of older releases.
         late_releases: pairs (number of a later stage, bytes): what this one saved, and what went again in that one's
             forward, since the loss does not depend on it.
-        gathered_bytes: that its parameters take as they are gathered in its forward, the buffer included; they are
+        gathered_bytes: the bytes of its parameters as they are gathered in its forward, the buffer included; they are
             there when its backward begins.
-        copied_bytes: of a copy of other stages' gradients that may be there as its backward begins.
-        unit_bytes: of the parameters that it gathers in its forward, gives back, and gathers again before its backward.
-        gather_seconds: of doing so once, beside nothing else.
+        copied_bytes: the bytes of a copy of other stages' gradients that may be there as its backward begins.
+        unit_bytes: the bytes of the parameters that it gathers in its forward, gives back, and gathers again before its
+            backward.
+        gather_seconds: the time of gathering them once, beside nothing else.
         trailing_peak_bytes, dropped_trailing_peak_bytes: the peak of the ops without gradients that ran after its
             forward, outside of stages, and count as its own: above the bytes at the start of that forward; 0 where
             there are none.
-        gradient_strides: how the gradients of what it returns lie, of those that take one; empty where none came.
+        gradient_strides: the strides of the gradients of its outputs that take one; empty where none came.
     """
 
     name: str
@@ -133,15 +134,15 @@ class OptionRecord:
     """A program of the stages of a menu: an order of the runs of their graph's ops, and what it costs.
 
     Attributes:
-        name: what runs again, in words.
+        name: the recomputed ops, in words.
         runs: the order of the runs.
         kept: storages of the menu's dataflow that are kept, besides those that are held anyway: inputs that backward
             reads.
-        rerun: ordinals of the graph's ops that run again in backward.
-        kept_output_bytes: of what the program returns that its backward reads.
-        forward_seconds, backward_seconds: of a stage run so; backward with what runs again in it.
-            To be compared with the menu's seconds of keeping everything, timed in the same steps.
-        freed_bytes: how much less is alive after the forward than when everything is kept.
+        rerun: ordinals of the graph's ops that are recomputed in backward.
+        kept_output_bytes: the bytes of the program's output that its backward reads.
+        forward_seconds, backward_seconds: the time of a stage run so; backward with the recomputed ops in it. To be
+            compared with the menu's seconds of keeping everything, timed in the same steps.
+        freed_bytes: the bytes by which less is alive after the forward than when everything is kept.
         forward_peak_bytes, backward_peak_bytes: above the bytes alive at the phase's start.
     """
 
@@ -158,7 +159,7 @@ class OptionRecord:
 
     @property
     def ops_again(self) -> int:
-        """How many ops run again, each as often as it does."""
+        """The number of recomputations of ops, each counted as often as it happens."""
         return self.runs.again.total()
 
 
@@ -167,13 +168,14 @@ class MenuRecord:
     """Stages that do the same: the dataflow of their forward, and the programs that they may run as.
 
     Attributes:
-        ops: what their ops read, make and cost.
+        ops: the inputs, results and costs of their ops.
         options: the programs; the first runs each op once, and was measured.
-        keep_forward_seconds, keep_backward_seconds: of the stages' own code, timed in the same steps.
-        graph: of the ops of stages that can run as programs; None for opaque ones.
+        keep_forward_seconds, keep_backward_seconds: the time of the stages' own code in the same steps.
+        graph: the graph of the ops of stages that can run as programs; None for opaque ones.
         opaque: why stages are opaque; empty where they are captured, or that was not tried.
-        other_bits: what programs of the stages round otherwise than their own code does; empty where nothing is.
-        compiled: of opaque stages, the menu of such programs, for plans that may have other bits; None for the others.
+        other_bits: the results that programs of the stages round otherwise than their own code does, in words; empty
+            for none.
+        compiled: the menu of such programs of opaque stages, for plans that may have other bits; None for other stages.
         unread: attributes in which the stages' modules differ, and which their graph does not depend on.
         gradients_held: the gradients of what some of the stages return are held by others until their backward is over.
         outputs_held: so is what some of them return.
@@ -211,7 +213,7 @@ class MenuRecord:
         return next((option for option in self.options if not option.rerun), None)
 
     def program(self, runs: StepRuns) -> OptionRecord:
-        """What a program costs: what its replay says beyond that of the measured one, and its ops' seconds at its pace.
+        """Returns the cost of a program: the measured one's and the difference of their replays, at its pace.
 
         Args:
             runs: the order of the runs of the graph's ops.
@@ -258,7 +260,7 @@ class MenuRecord:
         return forward_flow(self.graph), replace(option, kept=kept, rerun=rerun)
 
     def extra_seconds(self, option: OptionRecord) -> tuple[float, float]:
-        """By how much a program makes forward and backward longer than the stages' own code does.
+        """Returns the time by which a program makes forward and backward longer than the stages' own code does.
 
         A program whose ops run once is never counted as faster than that: where it was measured so, that may be noise.
         """
@@ -279,14 +281,14 @@ class SharedRecord:
     """A tensor that stages take as input and that does not live for one link only. Numbers are positions of stages.
 
     Attributes:
-        size_bytes: of its storage.
-        born: where it was made.
+        size_bytes: the size of its storage.
+        born: the place where it was made.
         readers, linked_readers: stages that take it; linked ones as the unchanged output of the stage before.
-        savers: where autograd saved it.
-        death_phase, death: where it was freed in the unplanned step: ``forward``
-            or ``backward`` of that stage; ``never`` within the step.
-        cast: it is no input but made of parameters by autocast, which holds it until the forward ends.
-        recast_in: stages that found it made, and make it themselves when they run again.
+        savers: the places where autograd saved it.
+        death_phase, death: the moment when it was freed in the unplanned step: ``forward`` or ``backward`` of that
+            stage; ``never`` within the step.
+        cast: whether it is no input but made of parameters by autocast, which holds it until the forward ends.
+        recast_in: the stages that found it made, and make it themselves when they are recomputed.
     """
 
     size_bytes: Bytes
@@ -343,9 +345,9 @@ class LinkRecord:
     """The link between the device and host memory, as measured while the device computes.
 
     Attributes:
-        to_host_bytes_per_second, to_device_bytes_per_second: of large copies from and to pinned memory.
-        latency_seconds: of a copy of hardly any bytes.
-        devices: how many devices there are that may share it.
+        to_host_bytes_per_second, to_device_bytes_per_second: the bandwidth of large copies from and to pinned memory.
+        latency_seconds: the time of a copy of hardly any bytes.
+        devices: the number of devices that may share it.
         host_bytes: host memory that is there for each of them; None where it is not known.
         pinned: whether the host memory could be pinned.
     """
@@ -363,11 +365,11 @@ class LeftOutRecord:
     """Equal blocks that would have been stages, had something not spoken against running them again.
 
     Attributes:
-        names: of their modules, in forward order; of further calls as of stages.
+        names: the names of their modules, in forward order; further calls are named as those of stages.
         module_class: class of the modules.
-        kept_bytes: what they keep for backward together, apart from stages inside of them.
-        reason: why they cannot run again.
-        remedy: what to change, so that they can; empty where nothing is known.
+        kept_bytes: the bytes that they keep for backward together, apart from stages inside of them.
+        reason: why they cannot be recomputed.
+        remedy: the change that would make them recomputable; empty where none is known.
     """
 
     names: tuple[str, ...]
@@ -382,9 +384,9 @@ class HeadRecord:
     """The last layer of a model, which may wait for its loss and then run a few rows at a time.
 
     Attributes:
-        name: of its module.
+        name: the name of its module.
         rows: that it takes in a step.
-        output_bytes: of all that it returns.
+        output_bytes: the size of its whole output.
     """
 
     name: str
@@ -397,9 +399,9 @@ class ModulePieces:
     """A module that runs in pieces, and again so in backward.
 
     Attributes:
-        name: of the module.
-        dim: of its tensors, along which they are taken apart.
-        count: of its pieces.
+        name: the name of the module.
+        dim: the dimension along which its tensors are taken apart.
+        count: the number of its pieces.
     """
 
     name: str
@@ -409,13 +411,13 @@ class ModulePieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiecesRecord:
-    """What of a model runs in pieces: its head together with its loss, and modules by themselves.
+    """The parts of a model that run in pieces: its head together with its loss, and modules by themselves.
 
     Attributes:
         head: name of its module; empty where none waits for a loss.
         rows: that it takes in a step.
         rows_at_once: the most rows of a piece.
-        modules: that run in pieces.
+        modules: the modules that run in pieces.
         loss_difference: relative, between a step in pieces and a plain one.
         gradient_difference: the same of the gradients: the largest of any parameter, each by its norm.
     """
@@ -449,34 +451,36 @@ class Profile:
 
     Attributes:
         model_class, input_shapes: the class of the model, and the shapes of the batch's tensors.
-        device, device_name, torch_version, precision: where and how it ran.
+        device, device_name, torch_version, precision: the device, the release of torch and the precision of the step.
         stages: stages and what lies outside of them, in forward order.
         shared: tensors that several stages hold.
         resident: bytes that are always there.
         optimizer: the optimizer step; zero seconds and no bytes without one.
-        evaluation: where the optimizer evaluates the loss again within its step (LBFGS): what is alive as such a
+        evaluation: where the optimizer evaluates the loss again within its step (LBFGS): the bytes alive as such a
             forward and backward begins and the most within it, at their highest, and the seconds of all of them.
-        evaluations: how often a step runs forward and backward.
+        evaluations: the number of forwards and backwards in a step.
         frugal: whether it was measured where a step that keeps everything does not fit, a few stages kept at a time:
             unplanned peak and seconds are put together from these, and were never measured as a whole.
-        allocator_bytes: of CUDA's blocks beyond what a plain step's tensors asked for, and what stays beside; else 0.
-        collective_bytes: of the largest tensor that a collective makes; on the CPU a thread may hold it a while longer.
-        in_flight: of a pipeline's stage, profiled with one micro-batch: pairs (other micro-batches there, other bytes).
+        allocator_bytes: the bytes of CUDA's blocks beyond those that a plain step's tensors asked for, and those that
+            stay beside; else 0.
+        collective_bytes: the size of the largest tensor that a collective makes; on the CPU a thread may hold it a
+            while longer.
+        in_flight: pairs (other micro-batches there, other bytes) of a pipeline's stage, profiled with one micro-batch.
         unplanned_peak_bytes: most bytes alive at once in the whole step.
         unplanned_seconds, step_seconds: median seconds of a plain step, and of each that was timed.
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its programs.
-        link: that to host memory; None where the device has none.
+        link: the link to host memory; None where the device has none.
         unseen: modules of the same class and parameter shapes as a stage's that the step did not call.
         forward_nodes: autograd nodes that the model's forward makes; 0 where that is not known, or it is compiled.
-        unsteady: what takes other bytes in other steps, a line each; the peak is not promised where there is any.
-        batch_sized: what takes other bytes on another batch of the same shapes, a line each.
+        unsteady: the causes of other bytes in other steps, a line each; the peak is not promised where there is any.
+        batch_sized: the causes of other bytes on another batch of the same shapes, a line each.
         left_out: blocks that no stage could be made of although they keep much.
-        heads: what may run in pieces together with the loss, the first that can does; empty where that would save
-            nothing.
-        pieces: what ran in pieces in all that was measured; None where nothing did.
+        heads: the modules that may run in pieces together with the loss, the first that can does; empty where that
+            would save nothing.
+        pieces: the parts that ran in pieces in all measured steps; None where none did.
         in_pieces: the same step with its head in pieces, and with modules in pieces, too, where that was measured.
-        target: what the command line built it from; None for a workload that Python made.
+        target: the target that the command line built it from; None for a workload that Python made.
     """
 
     model_class: str
@@ -547,7 +551,7 @@ class Profile:
         return max(0, min(after_bytes - resident.total, most_bytes))
 
     def stage_level(self) -> Profile:
-        """The same profile without programs: each stage is kept, or recomputed, as a whole."""
+        """Returns the profile without programs: each stage is kept, or recomputed, as a whole."""
         return replace(self, menus=tuple(replace(menu, options=()) for menu in self.menus))
 
     @property

@@ -28,18 +28,18 @@ class StepOp:
 
     Attributes:
         name: unique in the step.
-        op: for example ``aten.mm.default``.
+        op: the name of the op, for example ``aten.mm.default``.
         module: name of the module whose forward calls it, or whose forward it is the backward of; empty where unknown.
         side: ``forward`` where the forward's outputs need it.
         reads: storages that it reads, parameters, buffers and the batch left out.
-        arguments: of a captured call, numbers of the tensors among its arguments that the op reads.
+        arguments: the numbers of the arguments of a captured call that the op reads.
         makes: storages that it makes. A view makes none, and is no op here: who reads a view reads its storage.
-        once_makes: those of them that its first run alone makes: a batch norm's running statistics.
-        once_reason: why it must not run again; empty where it may.
-        seconds: of one run.
+        once_makes: the storages among them that only its first run makes: a batch norm's running statistics.
+        once_reason: why it must not be recomputed; empty where it may.
+        seconds: the time of one run.
         transient_bytes: the most it holds while it runs, beside what it reads and makes.
-        random: it draws random numbers.
-        state_bytes: on the device, of the state that it draws random numbers from; kept where it runs again.
+        random: whether it draws random numbers.
+        state_bytes: the bytes, on the device, of the random state that it draws from; kept where it is recomputed.
     """
 
     name: str
@@ -67,12 +67,12 @@ class StepStorage:
     """A storage that an op of the step makes, or the loss.
 
     Attributes:
-        size_bytes: of the storage, however many tensors view it.
-        unseen_bytes: how much of it tracing does not show: some ops allocate more than what they return takes, and
+        size_bytes: the size of the storage, however many tensors view it.
+        unseen_bytes: the part of it that tracing does not show: some ops allocate more than what they return takes, and
             CUDA's allocator does.
         returned: the forward returns it.
-        written: it is written into a buffer as the forward ends.
-        gradient: it is a gradient of a parameter or an input, alive as the step's backward ends.
+        written: whether it is written into a buffer as the forward ends.
+        gradient: whether it is a gradient of a parameter or an input, alive as the step's backward ends.
         of_loss: the loss makes it: the gradient of an output of the forward, with which backward begins.
     """
 
@@ -85,7 +85,7 @@ class StepStorage:
 
     @property
     def traced_bytes(self) -> int:
-        """Those that tracing shows."""
+        """The bytes that tracing shows."""
         return self.size_bytes - self.unseen_bytes
 
 
@@ -94,9 +94,9 @@ class StepGraph:
     """The dataflow of a step's forward and backward; between them the loss is outside of the model.
 
     Attributes:
-        ops: in the order in which they were traced, those of the forward first.
+        ops: the ops in the order in which they were traced, those of the forward first.
         storages: each referred to by its position.
-        resident_bytes: of what ops read and none makes: parameters, buffers, the batch, constants.
+        resident_bytes: the bytes that ops read and none makes: parameters, buffers, the batch, constants.
     """
 
     ops: tuple[StepOp, ...]
@@ -133,7 +133,7 @@ class SideReplay:
     Attributes:
         peaks: the most bytes during each run.
         alive: bytes after each run.
-        start_bytes, end_bytes: at its start and at its end.
+        start_bytes, end_bytes: the bytes alive at its start and at its end.
     """
 
     peaks: tuple[int, ...]
@@ -143,17 +143,17 @@ class SideReplay:
 
     @property
     def peak_bytes(self) -> int:
-        """Of all runs."""
+        """The highest peak of all runs."""
         return max((*self.peaks, self.start_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReplay:
-    """Both sides. Backward begins with what forward hands over and the gradients that the loss makes.
+    """The replay of both sides. Backward begins with the storages that forward hands over and the loss's gradients.
 
     Attributes:
         handed: storages that forward hands over.
-        between_bytes: of these and of what forward returns; what it writes into buffers is gone by then.
+        between_bytes: the bytes of these and of the output of forward; those written into buffers are gone by then.
     """
 
     forward: SideReplay
@@ -174,8 +174,8 @@ def replay_step(
     """The bytes of an order of runs.
 
     Args:
-        step: what its ops read, make and take.
-        runs: what runs when; who reads a storage comes after who makes it.
+        step: the inputs, results and costs of its ops.
+        runs: the order of the runs; an op that reads a storage comes after the one that makes it.
         gradients_held: others hold the gradients that backward begins with until it ends.
         outputs_held: others hold what forward returned until then.
     """
@@ -202,7 +202,7 @@ class _SideRuns(NamedTuple):
 
 
 class _Sides(NamedTuple):
-    """Both sides, and what forward hands over."""
+    """The runs of both sides, and the storages that forward hands over."""
 
     forward: _SideRuns
     backward: _SideRuns
@@ -226,7 +226,7 @@ def _sides(step: StepGraph, runs: StepRuns, gradients_held: bool, outputs_held: 
 
 
 class _Run(NamedTuple):
-    """What a run reads and makes; random states are storages behind those of the step, one of each op."""
+    """The storages that a run reads and makes; random states are storages behind those of the step, one of each op."""
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]
@@ -234,7 +234,7 @@ class _Run(NamedTuple):
 
 
 def _runs_of(step: StepGraph, runs: StepRuns) -> tuple[list[_Run], list[_Run]]:
-    """What runs read and make; random states are storages that an op's first run makes, and its other runs read."""
+    """Returns the storages that runs read and make; the first run of an op makes its random state, others read it."""
     counts = Counter([*runs.forward, *runs.backward])
     ran: set[int] = set()
 

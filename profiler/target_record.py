@@ -1,4 +1,4 @@
-"""What the command line was given to build a profile's model, with a proof that this user gave it on this machine."""
+"""The target and settings that built a profile's model, with a proof that this user gave them on this machine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class TargetRecord:
 
     Attributes:
         text: ``zoo:NAME``, ``path/to/file.py:function`` or ``package.module:function``.
-        settings: of ``--set``, as ``key=value``.
-        device: of ``--device``; None where none was given.
+        settings: the values of ``--set``, as ``key=value``.
+        device: the value of ``--device``; None where none was given.
         folder: the one in which paths and modules of ``text`` were looked up; empty for the zoo.
-        proof: that a user gave it on a machine, for that user there; empty for the zoo, and where no proof can be kept.
+        proof: the proof, for that user there, that a user gave it on a machine; empty for the zoo, and where none can
+            be kept.
     """
 
     text: str
@@ -53,7 +54,7 @@ class TargetRecord:
 
     @property
     def arguments(self) -> str:
-        """As it is written at a command line.
+        """The arguments as they are written at a command line.
 
         >>> TargetRecord(text="zoo:mlp", settings=("layers=8",), device="cpu").arguments
         'zoo:mlp --set layers=8 --device cpu'
@@ -63,16 +64,16 @@ class TargetRecord:
 
     @classmethod
     def given(cls, text: str, settings: Sequence[str] | None, device: str | None) -> TargetRecord:
-        """Of what is given at a command line that runs in the current folder."""
+        """Makes the record of the arguments of a command that runs in the current folder."""
         record = cls(text=text, settings=tuple(settings or ()), device=device)
         return record if record.of_zoo else replace(record, folder=os.getcwd()).proven()
 
     def proven(self) -> TargetRecord:
-        """With the proof that this user gave it here; only for what the user gave, or has allowed."""
+        """Returns the record with the proof that this user gave it here; for what the user gave or allowed only."""
         return self if self.of_zoo else replace(self, proof=_proof_of(*self._said))
 
     def with_changes(self, settings: Sequence[str], device: str | None) -> TargetRecord:
-        """With other values for the keys in ``settings``, and another device where one is given; without its proof."""
+        """Returns the record with other ``settings``, and another device where one is given; without its proof."""
         changed = {_key(pair) for pair in settings}
         kept = [pair for pair in self.settings if _key(pair) not in changed]
         return replace(self, settings=(*kept, *settings), device=device or self.device, proof="")

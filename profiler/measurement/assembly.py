@@ -71,7 +71,7 @@ def environment_fields(workload: Workload) -> dict[str, Any]:
 
 
 def assemble(workload: Workload, measured: Measured, resident: ResidentBytes) -> Profile:
-    """The profile of what was measured."""
+    """Makes the profile of the measured steps."""
     optimizer = joined(measured.memory.get(Mark("optimizer")), measured.seconds.get(Mark("optimizer"), 0.0))
     evaluations = measured.memory.get(Mark("evaluation"), [])
     assembly = _Assembly(measured, resident.total)
@@ -112,7 +112,7 @@ def _with_held_outputs(menu: MenuRecord, number: int, stages: Sequence[StageReco
 
 
 def _evaluation(workload: Workload, evaluations: list[Phase], seconds: float) -> Phase:
-    """What a forward and backward within the optimizer's step begin with; the loop's loss stays beside theirs."""
+    """Returns the phase of a forward and backward within the optimizer's step; the loop's loss stays beside theirs."""
     evaluation = highest(evaluations, seconds)
     return replace(evaluation, start_bytes=evaluation.start_bytes + distinct_bytes(workload.held_loss))
 
@@ -280,7 +280,7 @@ class _Assembly:
         unit_bytes = given_back_bytes(stage.call.module) if calls == 1 else 0
         marks = m.memory.get(Mark("forward", place), [])
         gathered_bytes = 0
-        if k in m.plain.gathered_bytes:  # In its backward its parameters are there before it runs again.
+        if k in m.plain.gathered_bytes:  # In its backward its parameters are there before it is recomputed.
             gathered_bytes = marks[1].start_bytes + m.plain.gathered_bytes[k] - marks[0].start_bytes
             marks = marks[1:]
         until_saved = marks if units_of(stage.call.module).inside else marks[:-1]

@@ -46,11 +46,11 @@ class CapturedKind:
     """Stages of one kind, captured.
 
     Attributes:
-        graph: of their ops, with what these cost; None where they are opaque.
+        graph: the graph of their ops, with costs; None where they are opaque.
         opaque: why they are; empty otherwise.
-        other_bits: what their programs round otherwise than the stages do; empty where nothing is.
+        other_bits: the results that their programs round otherwise than the stages do, in words; empty for none.
         unread: attributes in which the stages' modules differ, and which make no difference to what they compute.
-        once: by stage, the program in which each op runs once.
+        once: the program in which each op runs once, by stage.
         orders: the orders of the graph's ops that are worth having; None until they are asked for.
     """
 
@@ -74,11 +74,11 @@ class KindCapture:
     """Captures the stages of one kind, one after the other.
 
     Args:
-        stages: of the step.
-        trace: of the step that they were chosen from.
-        model: whose modules they are of.
+        stages: the stages of the step.
+        trace: the trace of the step that they were chosen from.
+        model: the model of their modules.
         device: of the step.
-        gradient_strides: of the gradients of what the stages return.
+        gradient_strides: the strides of the gradients of the stages' outputs.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class KindCapture:
 
         Args:
             k: position of the stage.
-            first: its call, with what it was given.
+            first: its call, with the arguments.
         """
         if self._failure:
             return
@@ -119,7 +119,7 @@ class KindCapture:
         self._failure = self._failure or why
 
     def finished(self) -> CapturedKind:
-        """What is known of the stages, once all of them were added; the same on all ranks."""
+        """Returns the verdict on the stages, once all of them were added; the same on all ranks."""
         kind, opaque = self._kind, first_failure(self._failure, self._raised)
         if not opaque:
             graph = agreed(kind.graph)
@@ -129,7 +129,7 @@ class KindCapture:
         return kind if not opaque else CapturedKind(opaque=opaque)
 
     def _obstacle(self, k: int, first: FirstRun) -> str:
-        """What speaks against capturing a stage before it is tried; empty where nothing does."""
+        """Returns the reason not to try to capture a stage; empty for none."""
         call = self._stages[k].call
         if reason := why_not_recomputable(call):
             return reason
@@ -195,7 +195,7 @@ class KindCapture:
             return captured(self._model, module, first.call, args, kwargs, GradientLayouts(strides)).call
 
     def _difference(self, k: int, first: FirstRun, program: CallProgram, *, rounded: bool = False) -> str:
-        """What a program of a stage's ops computes otherwise, and the stage itself does not when it runs twice.
+        """Returns how a program of a stage's ops differs from the stage, where two runs of the stage do not differ.
 
         ``rounded`` is as for ``difference``.
         """
@@ -221,7 +221,7 @@ def _modules_outside(model: nn.Module, module: nn.Module) -> Iterator[nn.Module]
 
 
 def _without_costs(graph: StepGraph | None) -> StepGraph | None:
-    """What two graphs of the same ops have in common, whatever these were measured to cost."""
+    """Returns the graph without costs: the part that two graphs of the same ops have in common."""
     if graph is None:
         return None
     return replace(
@@ -247,13 +247,13 @@ _HOST_READERS = frozenset(
 
 
 class OpCost(NamedTuple):
-    """What one run of an op costs.
+    """The cost of one run of an op.
 
     Attributes:
         seconds: the median of several.
         transient_bytes: the most that it holds beside what it reads and makes.
-        made_bytes: of the storages that it makes, which may be larger than what is seen of them.
-        repeatable: a second run makes the same; taken for granted of torch's own ops.
+        made_bytes: the sizes of the storages that it makes, which may be larger than their tensors.
+        repeatable: whether a recomputation has the same result; taken for granted for torch's own ops.
     """
 
     seconds: float
@@ -263,7 +263,7 @@ class OpCost(NamedTuple):
 
 
 class OpKey(NamedTuple):
-    """What ops have in common that cost the same: the function, and what it is called with, tensors by their layout."""
+    """The key of ops of equal cost: the function and its arguments, tensors by their layout."""
 
     target: Any
     arguments: str
@@ -299,7 +299,7 @@ class StorageSizes:
         self._made: dict[int, int] = {}
 
     def of(self, tensor: Tensor) -> int:
-        """Of the storage under a traced tensor."""
+        """Makes the record of the storage under a traced tensor."""
         storage = tensor.untyped_storage()
         return max(storage.nbytes(), self._made.get(storage._cdata, 0))
 
@@ -322,10 +322,10 @@ class StorageSizes:
 
 
 def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) -> dict[fx.Node, OpCost]:
-    """What each op costs; ops that are alike are measured once.
+    """Returns the cost of each op; ops that are alike are measured once.
 
     Args:
-        graph: that they are of.
+        graph: the graph of the ops.
         ops: nodes of it, in their order.
         device: of the step.
     """
@@ -342,7 +342,7 @@ def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) ->
 
 
 class _Call(NamedTuple):
-    """A call of an op's function, or of what its second run calls."""
+    """A call of an op's function, or of the function that recomputes it."""
 
     op: fx.Node
     target: Any
@@ -449,7 +449,7 @@ def _made_by(op: fx.Node) -> dict[int, int]:
 
 
 def _made_bytes(op: fx.Node, result: Any) -> tuple[int, ...]:
-    """Of the storages that an op makes, in order: as traced, or as large as they are."""
+    """Returns the sizes of the storages that an op makes, in order: as traced, or as large as they are."""
     made = _made_by(op)
     for traced, real in zip(pytree.tree_leaves(op.meta["val"]), pytree.tree_leaves(result), strict=False):
         if isinstance(traced, Tensor) and isinstance(real, Tensor):
@@ -460,7 +460,7 @@ def _made_bytes(op: fx.Node, result: Any) -> tuple[int, ...]:
 
 
 def _with_tensors(graph: JointGraph, call: _Call, sizes: StorageSizes) -> _Call:
-    """With tensors of the same layouts and types, and values between 0 and 1; whole numbers are zeros.
+    """Returns arguments with tensors of the same layouts and types, and values between 0 and 1; integers are zeros.
 
     Their storages are as large as those in the step: some ops copy all that lies under a view.
     """

@@ -82,7 +82,7 @@ def trim_heap(device: torch.device) -> None:
     """Give host memory that is freed now back to the system: glibc fills gaps before it makes mappings, and keeps them.
 
     Args:
-        device: of the step; nothing happens unless it is the CPU.
+        device: the device of the step; nothing happens unless it is the CPU.
     """
     if device.type == "cpu":
         _call_libc("malloc_trim", 0)
@@ -99,7 +99,7 @@ def is_short(needed_bytes: int) -> bool:
 
 
 class RequestedBytes(NamedTuple):
-    """What tensors on a CUDA device asked for: now, and at the most since the peaks were last reset."""
+    """The bytes that tensors on a CUDA device asked for: now, and at the most since the peaks were last reset."""
 
     now: int
     peak: int
@@ -117,7 +117,7 @@ def requested_bytes(device: torch.device) -> RequestedBytes:
 
 
 class HeldBytes(NamedTuple):
-    """What the allocator had for a step's peak: blocks of tensors, and all that it took of the device."""
+    """The bytes that the allocator had at a step's peak: blocks of tensors, and all that it took of the device."""
 
     allocated: int
     reserved: int
@@ -128,7 +128,7 @@ def held_for(device: torch.device, peak_bytes: int) -> HeldBytes | None:
 
     Args:
         device: of the step.
-        peak_bytes: that the step's tensors asked for, in the same stretch of time.
+        peak_bytes: the most bytes that the step's tensors asked for in the same time.
     """
     if device.type != "cuda":
         return None
@@ -160,7 +160,7 @@ def has_expandable_segments() -> bool:
 
 
 class _GroupFiles(NamedTuple):
-    """What a version of control groups calls the files of its limit and usage, and pages of files in its statistics."""
+    """The names of a version of control groups for the files of limit and usage, and for file pages in statistics."""
 
     limit: str
     usage: str
@@ -177,7 +177,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     Other programs may take them first.
 
     Args:
-        root: of the file system that tells of control groups.
+        root: the root of the file system of control groups.
     """
     allowed = [_allowed_bytes(group, files) for group, files in _groups(root)]
     sizes = [psutil.virtual_memory().available, *allowed, *_below_limits()]
@@ -185,7 +185,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _below_limits() -> Iterator[int]:
-    """What the process's own limits leave (``ulimit -v`` and ``-d``)."""
+    """Returns the bytes that the process's own limits leave (``ulimit -v`` and ``-d``)."""
     if sys.platform == "win32":
         return
     used = psutil.Process().memory_info()
@@ -207,7 +207,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
 
 
 def _allowed_bytes(group: Path, files: _GroupFiles) -> int | None:
-    """What a group leaves; None where it has no limit ("max"). Pages of files count as used, and go where needed."""
+    """Returns the bytes that a group leaves; None where it has no limit ("max"). File pages are freed where needed."""
     most, used = _read(group / files.limit).strip(), _read(group / files.usage).strip()
     if not (most.isdigit() and used.isdigit()):
         return None
@@ -416,7 +416,7 @@ class _Copies:
         )
 
     def _seconds(self, target: Tensor, source: Tensor) -> float:
-        """Of one copy; the first, which warms up, does not count."""
+        """Returns the seconds of one copy; the first, which warms up, does not count."""
         return statistics.median([self._one(target, source) for _ in range(1 + REPEATS)][1:])
 
     def _one(self, target: Tensor, source: Tensor) -> float:

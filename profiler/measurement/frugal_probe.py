@@ -1,6 +1,6 @@
-"""Steps that need little memory: a few stages are kept at a time, the others run again in backward.
+"""Steps that need little memory: a few stages are kept at a time, the others are recomputed in backward.
 
-What a step that keeps everything would show is put together from them. Dropped stages hold on the device what they
+The measurements of a step that keeps everything are put together from them. Dropped stages hold on the device what they
 would hold if they were kept, of all that others take, make or save as well; the rest is theirs alone. So each phase of
 a kept stage, and of what runs outside of stages, has the bytes of a plain step above those at its start.
 
@@ -87,11 +87,11 @@ class SharedStorages:
         return frozenset(n for n, save in enumerate(saves) if save.storage in self._shared and save.storage not in gone)
 
     def boundary_bytes(self, k: int) -> int:
-        """What the boundary before stage k takes, of what lives for it alone."""
+        """Returns the bytes of the storages that live for the boundary before stage k alone."""
         return self._trace.storages.total_bytes(self._stages[k].boundary_storages)
 
     def boundary_links(self, k: int) -> dict[int, int]:
-        """Which output of the stage before each input of stage k is, of what lives for this boundary alone."""
+        """Maps inputs of stage k to outputs of the stage before, for storages that live for this boundary alone."""
         stage = self._stages[k]
         return {i: j for i, j in stage.links if stage.call.inputs[i].storage in stage.boundary_storages}
 
@@ -108,7 +108,7 @@ class SharedStorages:
         )
 
     def inner_bytes(self, k: int) -> int:
-        """What stage k keeps for itself alone."""
+        """Returns the bytes that stage k keeps for itself alone."""
         call = self._stages[k].call
         saved = self._trace.saved(call.first_save, call.end_save) - self._shared
         return self._trace.storages.total_bytes(saved)
@@ -139,12 +139,12 @@ class FrugalDroppingForward(DropsEvaluations, DroppingForward):
 
 
 class Kept(NamedTuple):
-    """What a step keeps that drops the rest.
+    """The stages and boundaries that a step keeps; it drops the rest.
 
     Attributes:
-        stages: that keep everything.
-        boundaries: stages whose inputs are held as in a plain step. Before the others a boundary is dropped as well,
-            and made again by running the stages since the last one that is held.
+        stages: the stages that keep everything.
+        boundaries: the stages whose inputs are held as in a plain step. Before the others a boundary is dropped as
+            well, and recomputed by running the stages since the last one that is held.
     """
 
     stages: frozenset[int]
@@ -152,10 +152,10 @@ class Kept(NamedTuple):
 
 
 class FrugalStep(DropsEvaluations):
-    """A step in which most stages are dropped, and run again in backward.
+    """A step in which most stages are dropped, and recomputed in backward.
 
     Args:
-        probe, meter, instead: as for ``MarkedStep``.
+        probe, meter, instead: the same as for ``MarkedStep``.
         kept: the stages and boundaries that the step keeps, beside the stages in ``instead``.
     """
 
@@ -182,7 +182,7 @@ class FrugalStep(DropsEvaluations):
 
 
 class FrugalSavingStep(FrugalStep, SavingStep):
-    """The same, with a mark at every tensor that a kept stage saves."""
+    """A frugal step with a mark at every tensor that a kept stage saves."""
 
     def run_stage(self, position: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         if position in self._kept.stages:
@@ -199,18 +199,18 @@ Groups = dict[tuple[Mark, int], list[Phase]]  # keyed by a mark and its number o
 
 
 class FrugalProbe(StageProbe):
-    """Runs such steps, and puts together what a plain one shows.
+    """Runs frugal steps, and puts the measurements of a plain one together.
 
     Args:
-        workload, stages: as for ``StageProbe``.
-        trace: of one forward.
+        workload, stages: the same as for ``StageProbe``.
+        trace: the trace of one forward.
         kinds: a number for each stage; equal where structure and shapes are equal.
-        limit_bytes: that no step may take more than.
+        limit_bytes: the most bytes that a step may take.
 
     Attributes:
-        trace: as given.
-        kept_anyway: stages that cannot run again, as ``run_again`` has found.
-        limit_bytes: as given.
+        trace: the given trace.
+        kept_anyway: the stages that cannot be recomputed, as ``run_again`` has found.
+        limit_bytes: the given limit.
     """
 
     def __init__(
@@ -257,14 +257,14 @@ class FrugalProbe(StageProbe):
     # What a step holds --------------------------------------------------------
 
     def _boundaries_of(self, window: range) -> frozenset[int]:
-        """Before which stages the boundary is held where the phases in a window are to be those of a plain step."""
+        """Returns the stages before which the boundary is held so that phases in a window are those of a plain step."""
         late = {k for k, freed_in in self._freed_in.items() if freed_in in window}
         return frozenset(range(window.start, window.stop + 1)) | late
 
     def _held_anyway(self) -> frozenset[int]:
-        """Before which stages the boundary is held in every step: all of them where that takes half of the limit.
+        """Returns the stages before which the boundary is held in every step: all where that takes half of the limit.
 
-        Else one in so many that stages run about twice again, or more, down to one.
+        Else one in so many that stages are recomputed about twice, or more often, down to one.
         """
         count = len(self.stages)
         resident_bytes = max(gathered(resident_bytes_of(self.workload).total))
@@ -287,7 +287,7 @@ class FrugalProbe(StageProbe):
         return next(n for n, window in enumerate(self._windows) if k in window)
 
     def needed_bytes(self, stages: Collection[int]) -> float:
-        """What a step takes at most in which these stages are kept, by the one in which all are dropped.
+        """Returns the most bytes of a step in which these stages are kept, by the one in which all are dropped.
 
         Infinite where they are measured in different windows.
         """
@@ -349,7 +349,7 @@ class FrugalProbe(StageProbe):
         self._windows = self._divided(phases)
 
     def _divided(self, lean: MarkedPhases) -> list[range]:
-        """As few windows as have room for what is handed on in each, and for one stage's own."""
+        """Divides the stages into as few windows as have room for their boundaries and for one stage's own bytes."""
         count = len(self.stages)
         inner_bytes = max(self.shared.inner_bytes(k) for k in range(count) if k not in self.kept_anyway)
         windows: list[range] = []
@@ -370,7 +370,7 @@ class FrugalProbe(StageProbe):
         return super()._run(step)
 
     def run_again(self) -> list[RerunTimes]:
-        """Run each stage again in one forward; those that cannot are kept in every step from now on."""
+        """Recompute each stage in one forward; those that cannot be recomputed are kept in every step from now on."""
         at_once = RerunsAtOnce(self._kinds, self.workload.device)
         self.dropping_forward(NoMeter(), hold_all=False, on_stage=at_once.run)
         reruns = at_once.finished()
@@ -387,7 +387,7 @@ class FrugalProbe(StageProbe):
         )
 
     def dropping_step(self, meter: Meter, on_phase: OnPhase | None = None) -> FrugalStep:
-        """A step in which every stage is dropped, and of what they hand on as much as need be."""
+        """Runs a step in which every stage is dropped, and as many boundaries as need be."""
 
         def made(each: Meter) -> FrugalStep:
             step = self._dropping(each)
@@ -414,7 +414,7 @@ class FrugalProbe(StageProbe):
         return self._kept(stages, self._boundaries_of(window))
 
     def saving_step(self, make_meter: MakeMeter) -> PlainStep:
-        """What a plain step would show, put together from several others."""
+        """Returns the measurements of a plain step, put together from several others."""
 
         def ran(kept: Kept) -> FrugalSavingStep:
             return self.ran(lambda each: FrugalSavingStep(self, each, kept), make_meter())
@@ -437,7 +437,7 @@ class FrugalProbe(StageProbe):
         return composed
 
     def timed_step(self, make_meter: MakeMeter) -> MarkedPhases:
-        """What a plain step would show under a meter of seconds, put together from several others."""
+        """Returns the seconds of a plain step, put together from several others."""
 
         def ran(kept: Kept) -> MarkedPhases:
             return self.ran(lambda each: FrugalStep(self, each, kept), make_meter()).phases
@@ -507,7 +507,7 @@ def _with_more(phases: MarkedPhases, more: Mapping[int, int]) -> Iterator[tuple[
     """The most bytes of each phase if stages keep more, from their forward to their backward.
 
     Args:
-        phases: of a step in which they are dropped: in backward a stage's own is there already.
+        phases: the phases of a step in which they are dropped: in backward a stage's own bytes are there already.
         more: bytes by stage.
     """
     kept: dict[int, int] = {}

@@ -96,7 +96,7 @@ class Measuring:
         resident: the bytes between two steps.
         state: the tensors that a step may replace.
         randomness: the random states that every run begins from.
-        report: is told which run is next.
+        report: called with the name of each run.
         limit_bytes: the most that a step may take: a few stages are kept at a time, and the others are recomputed.
             None where plain steps keep everything.
     """
@@ -125,7 +125,7 @@ class Measuring:
         """Runs everything that a profile is made of.
 
         Args:
-            patterns: as ``stages`` of ``profile``.
+            patterns: the ``stages`` of ``profile``.
             programs: names the orders worth having of a captured stage's ops; None to capture nothing.
             every_stage: capture those, too, that save little.
         """
@@ -296,7 +296,7 @@ class Measuring:
         """Times plain steps, forwards that keep nothing, and recomputed stages; captures the stages of the groups.
 
         Args:
-            probe, stages, groups: of the step.
+            probe, stages, groups: the probe, stages and groups of the step.
             recomputed: the recomputations of the stages where there is a limit: they are not repeated in each turn.
 
         Returns:
@@ -376,7 +376,7 @@ class Measuring:
         self._finish_captures(groups, captures)
 
     def _begin_captures(self, stages: Sequence[ChosenStage], reruns: Sequence[RerunTimes]) -> dict[int, KindCapture]:
-        """What captures each stage that is to be captured; one for the stages of a family."""
+        """Returns the object that captures each wanted stage; one for the stages of a family."""
         captures: dict[int, KindCapture] = {}
         for members in self._wanted.values():
             if not any(reruns[k].failure for k in members):

@@ -40,11 +40,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What begins at a moment of a step.
+    """The phase, and the place, that begins at a moment of a step.
 
     Attributes:
         phase: ``again``: a stage runs another time, in backward; ``loss``: backward, before any of its nodes has run.
-        place: of the phase; None for what is not told apart by places.
+        place: the place of the phase; None for phases without places.
     """
 
     phase: StepPhase | Literal["loss", "again"]
@@ -156,7 +156,7 @@ class _Moved:
             tensor.data = tensor_over(copied, geometry_of(tensor))
 
     def put_back(self) -> None:
-        """Those that are still there lie where they lay, with the values that they have now."""
+        """Puts tensors that are still there back where they lay, with the values that they have now."""
         if (now := self._moved_to()) is None:
             return
         alive = [(tensor, before) for reference, before in self._before if (tensor := reference()) is not None]
@@ -244,8 +244,8 @@ class ShardedMemoryMeter:
     until something is gathered again, or not: peaks have them.
 
     Args:
-        meter: of the bytes.
-        states: of the units.
+        meter: the meter of the bytes.
+        states: the states of the units.
     """
 
     def __init__(self, meter: Meter, states: Sequence[Any]) -> None:
@@ -362,13 +362,13 @@ def metered_step(
     """One training step under a meter; the meter is stopped also after an exception.
 
     Args:
-        workload: whose step it is.
-        meter: is started when gradients are cleared and the first phase begins.
+        workload: the workload of the step.
+        meter: the meter, started when gradients are cleared and the first phase begins.
         first: the mark of that phase: the forward that is measured, or another one before it.
-        on_phase: makes the marks of the later phases.
+        on_phase: the function that makes the marks of the later phases.
         until: the phase to stop at, as for ``Workload.step``.
-        warm_up: runs a whole step before that, which draws the same numbers; needed for a custom step, which
-            may have drawn what it runs before its first phase.
+        warm_up: the function that runs a whole step before that, which draws the same numbers; needed for a custom
+            step, which may have drawn what it runs before its first phase.
     """
     phases: MarkedPhases = []
     first_step = None if warm_up is None else functools.partial(RandomState().repeat, warm_up)

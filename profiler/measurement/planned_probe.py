@@ -32,17 +32,17 @@ from profiler.workload.workload import Workload
 
 
 class PlannedProbe(StepProbe):
-    """Runs steps of a workload with a mark wherever a stage, a second run of one, or a phase begins and ends.
+    """Runs steps of a workload with a mark wherever a stage, a recomputation of one, or a phase begins and ends.
 
-    Use as a context manager, and apply the plan inside of it: a plan runs again what it found when it was applied,
-    and so runs these marks again too. The marks are those of ``StageProbe``; a run of a stage in backward has the
+    Use as a context manager, and apply the plan inside of it: a plan recomputes the forwards that it found when it was
+        applied, these marks among them. The marks are those of ``StageProbe``; a run of a stage in backward has the
     phase ``again``.
 
     Args:
         workload: the training step.
-        stages: in forward order, the module's name and how many calls of it come before.
-        again: for the backward of a stage, the stages that run again before it, in order: tells calls of one
-            module apart.
+        stages: the module's name of each stage and the number of earlier calls of it, in forward order.
+        again: the stages that are recomputed before the backward of each stage, in order: tells calls of one module
+            apart.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class PlannedProbe(StepProbe):
 
 
 class _MarkedPlannedStep(MarkedStep):
-    """The marks of one step in which stages run again."""
+    """The marks of one step in which stages are recomputed."""
 
     def __init__(self, probe: PlannedProbe, meter: Meter) -> None:
         super().__init__(probe, meter)
         self._modules = {position: module for (module, _), position in probe.positions.items()}
         self._interrupted = self._now
-        # Each with the stage whose backward it runs again for, which may only be about to begin then.
+        # Each with the stage whose backward it is recomputed for, which may only be about to begin then.
         again = sorted(probe.again.items(), reverse=True)
         self._expected = [(k, position) for k, positions in again for position in positions]
 
@@ -100,7 +100,7 @@ class _MarkedPlannedStep(MarkedStep):
         return self._position_again(module) if self._in_backward else super().position_of(module)
 
     def _position_again(self, module: nn.Module) -> int | None:
-        """Which stage runs again: the next of those that are expected to, else the module's first."""
+        """Returns the recomputed stage: the next of the expected ones, else the module's first."""
         if self._in_stage:
             return None
         for number, (_, position) in enumerate(self._expected):
@@ -131,13 +131,13 @@ class LiveStorage:
     """A storage that is alive at the highest moment.
 
     Attributes:
-        kind: what it is; ``gradient``: of the parameter ``module``; ``loop``: the output or loss of the step before.
-        size_bytes: of the storage, however many tensors view it.
+        kind: the kind; ``gradient``: of the parameter ``module``; ``loop``: the output or loss of the step before.
+        size_bytes: the size of the storage, however many tensors view it.
         op: the op that made or filled it; empty if it is older than the step.
         module: the module that called the op (in backward: whose op's backward it is), or the parameter's name.
         made_in: the part of the step that made it; None if it is older than the step.
-        again: made in backward by an op that ran before, in forward.
-        shape, dtype: of the tensor as it was made.
+        again: whether a recomputed op made it in backward.
+        shape, dtype: the shape and type of the tensor as it was made.
     """
 
     kind: StorageOrigin
@@ -157,9 +157,9 @@ class PeakSnapshot:
     Attributes:
         peak_bytes: the allocator's, of the watched step.
         before_bytes: the allocator's as the op at the peak began.
-        mark: what ran then.
+        mark: the phase and place at that moment.
         op, module: the op that was running; empty between two ops.
-        storages: what was alive, its own results included, each storage once.
+        storages: the storages that were alive, the op's own results included, each once.
     """
 
     peak_bytes: int
@@ -171,7 +171,7 @@ class PeakSnapshot:
 
     @property
     def explained_bytes(self) -> int:
-        """What the storages add up to; the rest of the peak are temporaries inside the op's kernel."""
+        """The sum of the storages; the rest of the peak are temporaries inside the op's kernel."""
         return sum(storage.size_bytes for storage in self.storages)
 
 
@@ -179,12 +179,12 @@ class LiveTensorTracker:
     """Logs which storages live while a workload runs one step.
 
     Use as a context manager together with its ``PlannedProbe``, and apply a plan
-    inside of both, so that what runs again is seen in its module.
+    inside of both, so that recomputed ops are seen in their modules.
 
     Args:
         workload: the training step.
-        probe: of the same workload; it runs the step.
-        meter: of memory, for the workload's device.
+        probe: the probe of the same workload; it runs the step.
+        meter: the meter of memory for the workload's device.
     """
 
     def __init__(self, workload: Workload, probe: PlannedProbe, meter: Meter) -> None:
@@ -299,7 +299,7 @@ class _StorageLog:
             self.storages[number] = replace(self.storages[number], kind="gradient", module=parameter)
 
     def _number(self, tensor: Tensor) -> int | None:
-        """Of its storage; None where that is not known, or where it has none (sparse tensors)."""
+        """Returns the number of its storage; None where that is not known, or where it has none (sparse tensors)."""
         known = self._known.get(id(storage_of(tensor))) if tensor.layout is torch.strided else None
         return None if known is None else known[0]
 

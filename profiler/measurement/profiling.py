@@ -70,7 +70,7 @@ def profile(
         programs: names the orders worth having of a captured stage's ops, each op once first; None to capture nothing.
         every_stage: capture those, too, that save little.
         progress: called as ``progress(what, done, total)`` before each run.
-        limit_bytes: no step takes more than that: a few stages are kept at a time, and the others run again. Without
+        limit_bytes: the most bytes of a step: a few stages are kept at a time, and the others are recomputed. Without
             one, profiling does so by itself where a plain step runs out of memory.
 
     Returns:
@@ -127,7 +127,7 @@ def check_profilable(workload: Workload) -> None:
 
 
 class _Request(NamedTuple):
-    """What is to be measured; as for ``profile``."""
+    """The arguments of ``profile`` that say what is measured."""
 
     stages: Stages
     programs: ProposeRuns | None
@@ -135,7 +135,7 @@ class _Request(NamedTuple):
 
 
 def _profiled(workload: Workload, request: _Request, report: ProgressReporter, limit_bytes: int | None) -> Profile:
-    """The profile by plain steps, or by such as take no more than a limit."""
+    """Returns the profile by plain steps, or by steps that take no more than a limit."""
     set_aside_bytes = gradient_bytes(workload)
     with preserved(workload), ModelCaches(workload.model).off():
         randomness, state_of_modules = RandomState(), TensorsOfState(workload)
@@ -171,7 +171,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
 
 
 def _failure(error: Exception) -> str:
-    """What came of a step, and what helps."""
+    """Returns the failure of a step in words, and the remedy."""
     if isinstance(error, StopIteration):
         return (
             "StopIteration: profiling runs it some dozens of times; train on a batch that is there, not on the next "
@@ -194,7 +194,7 @@ def first_plain_step(workload: Workload) -> None:
 
 
 def ran_out_in_words(error: BaseException, limit_bytes: int | None, workload: Workload) -> str:
-    """What to say where memory ran out: the error's own first line has the bytes asked for, where it has one."""
+    """Returns the message for memory that ran out: the error's own first line has the bytes asked for, if any."""
     where = where_raised(error, workload.model)
     while isinstance(error, ProfileError) and error.__cause__ is not None:
         error = error.__cause__

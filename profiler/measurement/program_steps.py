@@ -28,12 +28,12 @@ from profiler.workload.random_states import RandomState
 
 @dataclass(slots=True)
 class ProgramCost:
-    """What the program in which each op runs once was measured to cost.
+    """The measured cost of the program in which each op runs once.
 
     Attributes:
-        forward_seconds, backward_seconds: of it.
-        keep_forward_seconds, keep_backward_seconds: of the stage's own code, in the same steps.
-        freed_bytes: how much less a forward leaves alive than that of the unplanned stage.
+        forward_seconds, backward_seconds: the time of the program.
+        keep_forward_seconds, keep_backward_seconds: the time of the stage's own code in the same steps.
+        freed_bytes: the bytes by which a forward leaves less alive than that of the unplanned stage.
         forward_peak_bytes, backward_peak_bytes: above what is alive at the phase's start.
     """
 
@@ -95,7 +95,7 @@ class Sample(NamedTuple):
 
 
 def steady_seconds(samples: Sequence[Sample]) -> dict[Hashable, float]:
-    """What each thing takes at the pace of a typical step.
+    """Returns the seconds of each thing at the pace of a typical step.
 
     A machine stalls and never hurries, so of several timings the lower quartile
     counts. It may be slower throughout a whole step, as others use it: every
@@ -140,11 +140,11 @@ class ProgramSteps:
     """Runs the steps under one probe, and makes the menus of what they cost.
 
     Args:
-        probe: of the workload's stages.
+        probe: the probe of the workload's stages.
         plain: the intervals of an unplanned step under the memory meter, by mark.
-        memory_meter: makes one for a step.
-        randomness: that every step is run from.
-        report: is told what runs next.
+        memory_meter: the function that makes a meter for a step.
+        randomness: the random states that every step begins from.
+        report: called with the name of each run.
         timed: unplanned steps under the time meter: what programs are compared with.
 
     Attributes:
@@ -274,7 +274,7 @@ class OptionGroup:
         members: positions among the stages.
         family: groups with the same number do the same and differ in their neighbours only
             (at the ends of a chain gradients come and go otherwise): in bytes, not in seconds.
-        captured: what is known of the stages as a graph; None where that was not tried.
+        captured: the verdict on the stages as a graph; None where capturing was not tried.
     """
 
     ops: StageOps
@@ -362,7 +362,7 @@ def _neighbours_interfere(groups: Sequence[OptionGroup]) -> bool:
 
 
 def marks_of(stage: int) -> tuple[Mark, Mark]:
-    """Where a stage's forward and its backward begin."""
+    """Returns the marks at which a stage's forward and its backward begin."""
     return Mark("forward", Place("stage", stage)), Mark("backward", Place("stage", stage))
 
 

@@ -1,4 +1,4 @@
-"""What to say of a step that takes more than there is: in which op, and what would help."""
+"""Explains a step that takes more memory than there is: in which op, and the remedies."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MIB = 2**20
 
 
 def remedies(workload: Workload, needed_bytes: int, limit_bytes: int) -> str:
-    """What would about fit into a limit where a step takes more; states count once, a batch by its size.
+    """Returns changes that would about fit into a limit; states count once, a batch by its size.
 
     Args:
-        workload: whose step it is, with its optimizer's states.
-        needed_bytes: what the step takes.
-        limit_bytes: what it may take.
+        workload: the workload of the step, with its optimizer's states.
+        needed_bytes: the bytes that the step takes.
+        limit_bytes: the bytes that it may take.
     """
     resident = resident_bytes_of(workload)
     levers = _levers(workload, resident, needed_bytes)
@@ -43,7 +43,7 @@ def remedies(workload: Workload, needed_bytes: int, limit_bytes: int) -> str:
 
 
 def _levers(workload: Workload, resident: ResidentBytes, needed_bytes: int) -> dict[str, int]:
-    """What the step would about take with each change, and with all of them."""
+    """Returns the approximate bytes of the step with each change, and with all of them."""
     whatever_the_batch = states_bytes(workload, resident)
     samples = {shape[0] for shape in workload.input_shapes if shape}
     without = needed_bytes - resident.optimizer
@@ -81,7 +81,8 @@ class OpMeter(ABC):
     """A meter of no bytes: it finds the op in which most are alive, in each interval between marks.
 
     Attributes:
-        ops: by mark, of the interval with that mark in which the most were alive; missing where no op was.
+        ops: the op, by mark, of the interval with that mark in which the most bytes were alive; missing where no op
+            ran.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class OpMeter(ABC):
 
 
 class _CpuOpMeter(OpMeter):
-    """By the allocator's events, and those of the ops around them."""
+    """Finds the op by the allocator's events, and those of the ops around them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ _MARK = "sublinear-planner-op:"
 
 
 class _CudaOpMeter(OpMeter):
-    """By the allocator's peak after each op."""
+    """Finds the op by the allocator's peak after each op."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -38,19 +38,20 @@ MakeMeter = Callable[[], Meter]
 
 @dataclass(slots=True)
 class PlainStep:
-    """What a step that keeps everything shows under the memory meter.
+    """The measurements of a step that keeps everything, under the memory meter.
 
     Attributes:
-        phases: what lay between its marks. The last interval of a stage's forward begins after its last saved tensor.
-        input_deaths: for input tensors of stages, what ran as their storage was freed.
-        output_deaths: the same for their output tensors.
-        held: tensors that stages saved, and that autograd still held when their backward was over.
-        varied: names of the stages that saved more or fewer tensors than in the traced step.
-        late_releases: stages and bytes of what they saved and what went in a later forward, and in which one.
-        gathered_bytes: by stage that is a unit of ``fully_shard``, the buffer that its parameters were gathered in. Its
+        phases: the intervals between its marks. The last interval of a stage's forward begins after its last saved
+            tensor.
+        input_deaths: the mark, for input tensors of stages, at which their storage was freed.
+        output_deaths: the mark for their output tensors.
+        held: the tensors that stages saved, and that autograd still held when their backward was over.
+        varied: the names of the stages that saved more or fewer tensors than in the traced step.
+        late_releases: the stage, the bytes and the mark of storages that were saved and freed in a later forward.
+        gathered_bytes: the buffer that parameters were gathered in, by stage that is a unit of ``fully_shard``. Its
             second interval begins when they are there.
-        copied_bytes: by stage, of copies of other gradients that may be there as its backward begins.
-        gradient_strides: by stage, how the gradients of its outputs lie, of those that take one; empty for none.
+        copied_bytes: the copies of other gradients that may be there as the backward of a stage begins, by stage.
+        gradient_strides: the strides of the gradients of outputs that take one, by stage; empty for none.
     """
 
     phases: MarkedPhases = field(default_factory=list)
@@ -70,7 +71,7 @@ class StepProbe:
     Args:
         workload: the training step.
         positions: the number of each stage, by its call.
-        compile_safe: as for ``ForwardPatches``.
+        compile_safe: the same as for ``ForwardPatches``.
     """
 
     def __init__(self, workload: Workload, positions: Mapping[StageCall, int], *, compile_safe: bool) -> None:
@@ -103,9 +104,9 @@ class StepProbe:
         """A step of this probe under a meter, once it has run.
 
         Args:
-            make: the step, with a meter.
-            meter: its own.
-            before: makes the step to warm up with, where the meter needs one; None for one like it.
+            make: the function that makes the step, given a meter.
+            meter: the meter of the step.
+            before: the function that makes the step to warm up with, where the meter needs one; None for one like it.
         """
         step = make(meter)
         if self.workload.custom_step is not None or self.workload.nodes_keep:
@@ -129,13 +130,13 @@ class MarkedStep:
     """One step under a meter, with a mark wherever a stage, what runs outside of stages, or a phase begins.
 
     Args:
-        probe: whose step it is.
+        probe: the probe that runs the step.
         meter: seconds or memory.
-        instead: by the stage's number, what runs in the place of its own forward.
+        instead: the function, by the stage's number, that runs in the place of its own forward.
 
     Attributes:
-        phases: what lay between the marks, once the step is over.
-        nodes: how many autograd nodes there were when backward began.
+        phases: the intervals between the marks, once the step is over.
+        nodes: the number of autograd nodes when backward began.
     """
 
     def __init__(self, probe: StepProbe, meter: Meter, instead: Mapping[int, Forward] = NOTHING_INSTEAD) -> None:
@@ -189,7 +190,7 @@ class MarkedStep:
 
     @property
     def now(self) -> Mark:
-        """What began last."""
+        """The mark of the interval that began last."""
         return self._now
 
     def mark(self, mark: Mark) -> None:
@@ -270,7 +271,7 @@ class StageProbe(StepProbe):
     Use as a context manager; on leaving, the model's forwards are its own again.
 
     Attributes:
-        nodes_of_steps: how many autograd nodes the plain steps made: more than one number where they differ.
+        nodes_of_steps: the numbers of autograd nodes that the plain steps made: more than one where they differ.
     """
 
     def __init__(self, workload: Workload, stages: Sequence[ChosenStage]) -> None:
@@ -339,7 +340,7 @@ class SavingStep(MarkedStep):
         self.seen.phases = self.phases
 
     def mark(self, mark: Mark) -> None:
-        """What was freed since the last mark was freed in what that one began."""
+        """Notes the storages freed since the last mark: they were freed in the interval that it began."""
         seen = self.seen
         for living, deaths in ((self._inputs, seen.input_deaths), (self._outputs, seen.output_deaths)):
             for tensor in [tensor for tensor, storage in living.items() if storage() is None]:
@@ -447,14 +448,14 @@ class DroppingForward(MarkedStep):
     """A forward in which no stage keeps anything.
 
     Args:
-        probe, meter: as for ``MarkedStep``.
-        hold_all: hold every stage's input and output (to rerun it); else only inputs that are no output of the stage
-            before, as a plan would.
-        on_stage: is given each stage's number and call as it ends; holds nothing of it where nothing is to be held.
+        probe, meter: the same as for ``MarkedStep``.
+        hold_all: whether every stage's input and output is held (to recompute it); else only inputs that are no output
+            of the stage before, as a plan would.
+        on_stage: called with each stage's number and call as it ends; holds nothing of it where nothing is to be held.
 
     Attributes:
         first_runs: each stage's call, where all of them are held.
-        freed: for each stage, whether the boundary before it was freed once nothing held it.
+        freed: whether the boundary before each stage was freed once nothing held it.
         hidden: tensors that stages would have saved, and that were alive at the end of the forward all the same.
         varied: names of the stages that would have saved more or fewer tensors than in the traced step.
     """

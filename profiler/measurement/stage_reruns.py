@@ -1,4 +1,4 @@
-"""Stage calls run a second time: whether that gives the same, and how long it takes up to the last saved tensor."""
+"""Recomputed stage calls: whether the result is the same, and how long it takes up to the last saved tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from profiler.workload.tensor_trees import in_new_containers, tensors_in
 
 @dataclass(slots=True, kw_only=True)
 class RerunTimes:
-    """Seconds of a stage's second run, and of gathering its parameters before that; or why there can be none."""
+    """Seconds of recomputing a stage, and of gathering its parameters before that; or why it cannot be recomputed."""
 
     seconds: float = 0.0
     gather_seconds: float = 0.0
@@ -34,7 +34,7 @@ class RerunTimes:
 
     @property
     def remedy(self) -> str:
-        """What to change in the model, so that it can run again; empty where that is not known."""
+        """The change in the model that would make the stage recomputable; empty where none is known."""
         return _REMEDIES.get(self.failure, "")
 
 
@@ -79,14 +79,14 @@ def rerun_stages(
     compiled: bool,
     known: Sequence[RerunTimes] | None = None,
 ) -> list[RerunTimes]:
-    """Run one stage of each kind again; where one of a kind cannot be run twice, each of its kind is tried.
+    """Recomputes one stage of each kind; where one of a kind cannot be recomputed, each of its kind is tried.
 
     Args:
-        first_runs: the calls of the stages.
+        first_runs: the first runs of the stages.
         kinds: a number for each stage; equal where structure and shapes are equal.
-        device: of the model.
+        device: the device of the model.
         compiled: whether the model is compiled, or something in it.
-        known: what an earlier call found; then they are only timed once more.
+        known: the results of an earlier call; then the stages are only timed once more.
     """
     first_of: dict[int, RerunTimes] = {}
     reruns: list[RerunTimes] = []
@@ -106,10 +106,10 @@ def rerun_stages(
 
 
 class RerunsAtOnce:
-    """The same for stages that run again as soon as they have run, so that nothing of them is held.
+    """Recomputes stages as soon as they have run, so that nothing of them is held.
 
     Args:
-        kinds, device: as for ``rerun_stages``.
+        kinds, device: the same as for ``rerun_stages``.
     """
 
     def __init__(self, kinds: Sequence[int], device: torch.device) -> None:
@@ -119,7 +119,7 @@ class RerunsAtOnce:
         self._inputs: dict[int, list[tuple[Tensor, int]]] = {}  # what counts their changes
 
     def run(self, position: int, first: FirstRun) -> None:
-        """Run a stage again, unless one like it has been."""
+        """Recomputes a stage, unless one like it has been."""
         known = self._first_of.get(self._kinds[position])
         if known is None or known.failure:
             known = _rerun(first, self._device, compiled=False)
@@ -129,7 +129,7 @@ class RerunsAtOnce:
         self._inputs[position] = [(change_counter(t), version_of(t)) for t in plain if not t.is_inference()]
 
     def finished(self) -> list[RerunTimes]:
-        """Of each stage, once the forward is over."""
+        """Returns the times of each stage, once the forward is over."""
         changed = set().union(*gathered({k for k in range(len(self._kinds)) if self._changed(k)}))
         return [
             RerunTimes(failure=_CHANGED_AFTERWARDS) if position in changed else self._reruns[position]
@@ -145,19 +145,19 @@ def _rerun(first: FirstRun, device: torch.device, *, compiled: bool) -> RerunTim
     try:
         failure = _why_not_the_same(first, device, compiled=compiled)
         timed = _timed(first, device)
-    except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be run twice.
+    except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be recomputed.
         failure, raised = f"running it a second time fails: {error}", error
     return replace(timed, failure=first_failure(failure, raised))
 
 
 def _why_not_the_same(first: FirstRun, device: torch.device, *, compiled: bool) -> str:
-    """What is different in a second run, or stays of it; empty where nothing is."""
+    """Returns the difference of a recomputation, or what it leaves behind; empty for none."""
     args, kwargs = in_new_containers(first.arguments)
     with EscapedTensors() as escaped:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output = first.call(*args, **kwargs)
-            escaped.note_stored(first.state.tensors_now())  # What modules store, the second run takes back.
+            escaped.note_stored(first.state.tensors_now())  # The recomputation takes back what modules store.
             return output
 
         saved, output = rerun_keeping(call, first.state, args, kwargs)

@@ -39,19 +39,19 @@ from profiler.workload.workload import StepPhase, Workload, varied
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a step took.
+    """The bytes and seconds of a step.
 
     Attributes:
         peak_bytes: most bytes alive on the device at once in the whole step, as its tensors asked for.
         seconds: median over ``step_seconds``.
-        loss: of the first step.
+        loss: the loss of the first step.
         allocated_bytes: most bytes of blocks that the device's allocator handed out for that; what is above
             ``peak_bytes`` is rounding. None on the CPU, which has no such allocator.
         reserved_bytes: most bytes that it held of the device at once; what is above ``allocated_bytes`` is
             fragmentation. None on the CPU.
-        faulted_bytes: that the system had to hand over, cleared, in one step, since the C library's allocator had given
-            them back: the fewest of the steps. None on other devices.
-        rank_peak_bytes: where several ranks measured together, the peak of each; ``peak_bytes`` is the highest.
+        faulted_bytes: the bytes that the system had to hand over, cleared, in one step, since the C library's allocator
+            had given them back: the fewest of the steps. None on other devices.
+        rank_peak_bytes: the peak of each rank where several measured together; ``peak_bytes`` is the highest.
     """
 
     peak_bytes: int
@@ -65,13 +65,13 @@ class Measurement:
 
 
 def allocator_bytes_of(workload: Workload, set_aside_bytes: int = 0) -> int:
-    """What CUDA's allocator hands out beside what the tensors of a step ask for, at the peak; 0 on the CPU.
+    """Returns the bytes that CUDA's allocator hands out beyond those of a step's tensors, at the peak; 0 on the CPU.
 
     Runs a step, for good. Tensors of others on the device count, too.
 
     Args:
         workload: whose step it is.
-        set_aside_bytes: as of ``beside_bytes``.
+        set_aside_bytes: the same as for ``beside_bytes``.
     """
     if workload.device.type != "cuda":
         return 0
@@ -84,11 +84,11 @@ def allocator_bytes_of(workload: Workload, set_aside_bytes: int = 0) -> int:
 
 
 def beside_bytes(workload: Workload, set_aside_bytes: int = 0) -> int:
-    """What is allocated between steps beside their tensors: workspaces of libraries, tensors of others; 0 on the CPU.
+    """Returns the bytes allocated between steps beside their tensors (workspaces, others' tensors); 0 on the CPU.
 
     Args:
-        workload: that has run a step, so that its workspaces are there.
-        set_aside_bytes: of gradients that are there only while it is measured.
+        workload: a workload that has run a step, so that its workspaces are there.
+        set_aside_bytes: the gradients that are there only while it is measured.
     """
     if workload.device.type != "cuda":
         return 0
@@ -98,7 +98,7 @@ def beside_bytes(workload: Workload, set_aside_bytes: int = 0) -> int:
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
-    """What ``planner.measure`` does in each process; arguments and errors are as there."""
+    """Measures a step in this process, for ``planner.measure``; arguments and errors are as there."""
     check_workload(workload, "measure")
     if repeats < 1:
         raise ValueError(f"measure: expected repeats of at least 1, got {repeats}; pass a whole number")
@@ -137,12 +137,12 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """What the model states took in one step.
+    """The bytes of the model states in one step.
 
     Attributes:
         peak_bytes: most bytes alive at once in the whole step.
-        peak_phase: where: ``forward``, ``backward`` or ``optimizer``.
-        gradient_bytes: alive when backward was over.
+        peak_phase: the phase of the peak: ``forward``, ``backward`` or ``optimizer``.
+        gradient_bytes: the gradients alive when backward was over.
         temporary_bytes: most bytes that the optimizer's step held besides gradients and states, unscaling and
             clipping included.
     """
@@ -158,12 +158,12 @@ class MeasuredStates:
     """The model states of a workload on its device, each storage counted once.
 
     Attributes:
-        parameter_bytes: of the model.
+        parameter_bytes: the model's parameters.
         other_parameter_bytes: the loss's, and those of the optimizer that are not the model's (master copies, say).
         state_bytes: the optimizer's states by name.
-        scaler_bytes: what a scaler holds from step to step.
+        scaler_bytes: the tensors that a scaler holds from step to step.
         cast_bytes: most bytes of casts of parameters alive at once in forward: autocast caches them until its end.
-        kept_cast_bytes: those of them that are kept for backward.
+        kept_cast_bytes: the casts among them that are kept for backward.
         first: the step in which the optimizer made its states; None where it came with them, or there is none.
         steady: every later step.
     """
@@ -283,7 +283,7 @@ class _CastWatch(TorchDispatchMode):
         return output
 
     def alive_bytes(self) -> int:
-        """Of the casts that are still alive."""
+        """Returns the bytes of the casts that are still alive."""
         return sum(size for reference, size in self._casts if reference() is not None)
 
 
@@ -292,12 +292,12 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerCost:
-    """What an optimizer costs.
+    """The cost of an optimizer.
 
     Attributes:
-        state_bytes: kept from step to step.
+        state_bytes: the states kept from step to step.
         temporary_bytes: the most that a step holds besides gradients and states, clipping included.
-        seconds: of a step, the median of a few.
+        seconds: the time of a step, the median of a few.
     """
 
     state_bytes: int

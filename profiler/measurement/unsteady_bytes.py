@@ -1,4 +1,4 @@
-"""What takes other bytes in other steps than in those that were measured, in words."""
+"""Finds the causes of other bytes in other steps than the measured ones, in words."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def what_is_unsteady(
     """One line for each thing.
 
     Args:
-        workload: after the last of the measured steps.
-        trace, stages: of its step, uncompiled.
-        resident: what was there after the first step.
+        workload: the workload after the last of the measured steps.
+        trace, stages: the trace and stages of its uncompiled step.
+        resident: the bytes between steps, after the first one.
         varied: names of stages that did not save as many tensors in every step; empty for the model itself.
     """
     changing = _changing(trace, workload.model)
@@ -74,8 +74,8 @@ def what_is_drawn(workload: Workload, randomness: RandomState, *, keeps: bool) -
     Runs a forward from the random numbers of the profile, and a few from others; the caller preserves the workload.
 
     Args:
-        workload: of the profile.
-        randomness: that the profiled steps began from.
+        workload: the workload of the profile.
+        randomness: the random states that the profiled steps began from.
         keeps: whether forwards may keep what autograd saves.
     """
     randomness.restore()
@@ -93,7 +93,7 @@ def what_is_drawn(workload: Workload, randomness: RandomState, *, keeps: bool) -
 
 
 class _ForwardRun(NamedTuple):
-    """How often each module was called in a forward, and how many tensors autograd saved."""
+    """The calls of each module in a forward, and the number of tensors that autograd saved."""
 
     calls: Counter[nn.Module]
     saved_tensors: int

@@ -33,9 +33,9 @@ leave_uncompiled(__name__)
 
 
 class Placeholder:
-    """Stands in the graph for what a dropped call would have saved; holds it once that is recomputed.
+    """Stands in the graph for a tensor that a dropped call would have saved; holds it once that is recomputed.
 
-    The autograd node owns it, so what it holds is released exactly when autograd releases a saved tensor: after the
+    The autograd node owns it, so its tensor is released exactly when autograd releases a saved tensor: after the
     node ran, or with the graph.
     """
 
@@ -65,20 +65,20 @@ class Recomputed(NamedTuple):
 
 
 class DroppedCall:
-    """One call: its input, its surroundings, and the placeholders of what it saved.
+    """One call: its input, its surroundings, and the placeholders of its saved tensors.
 
     The placeholders own it, and it owns the call before as long as that may have to make its input. Without a plan it
     is recomputed as backward first asks for something: profiling runs stages so where a whole step does not fit.
 
     Args:
         module, forward: the called module, and the forward that runs.
-        changing: as for ``CallState``.
+        changing: the same as for ``CallState``.
         held: numbers of the saved tensors that stay.
 
     Attributes:
-        done: whether what it saved is there again.
-        input: its arguments, after ``take_input``.
-        previous: the call that makes the part of its input which is not held.
+        done: whether its saved tensors are there again.
+        input: the arguments, after ``hold_input``.
+        previous: the call that makes those of its inputs that are not held.
     """
 
     holds_more = False  # The linked input is held from now on, where it is recomputed for another call.
@@ -110,9 +110,9 @@ class DroppedCall:
         """Hold the arguments, but for those that the call before makes again.
 
         Args:
-            arguments: those of the first run.
+            arguments: the arguments of the first run.
             before: the call before.
-            links, on_device: as for ``HeldInput``.
+            links, on_device: the same as for ``HeldInput``.
         """
         self.previous = before if links else None
         self.input = HeldInput(arguments, tensors_in(arguments), links or {}, on_device=on_device)
@@ -125,7 +125,7 @@ class DroppedCall:
     def _run_saving_placeholders(
         self, args: Any, kwargs: Any, note: Callable[[Tensor, bool], None] | None = None
     ) -> Any:
-        """Run forward; ``note`` is told of each saved tensor, and whether it is a parameter."""
+        """Runs forward; calls ``note`` with each saved tensor, and whether it is a parameter."""
         parameters, placeholders, held = SavedParameters(), self._placeholders, self._held
 
         def pack(tensor: Tensor) -> TensorStandIn:
@@ -156,21 +156,21 @@ class DroppedCall:
         return not self.done and any(reference() is not None for reference in self._placeholders)
 
     def recompute(self) -> None:
-        """Make what it saved again: backward asks for it."""
+        """Recomputes its saved tensors: backward asks for them."""
         self.run_again("until_saved")
 
     def run_again(self, mode: RecomputeMode, before: Recomputed | None = None) -> Recomputed | None:
         """Recompute the call, and before it those that make its input, from the last one whose input is held.
 
         Args:
-            mode: how this call is recomputed.
+            mode: the mode of recomputing this call.
             before: the recomputation directly before.
 
         Returns:
-            What it returned; None where it was stopped once all was saved.
+            Its output; None where it was stopped once all was saved.
 
         Raises:
-            RerunError: it does not do what it did in the first run, or what it needs is gone.
+            RerunError: it does not repeat its first run, or its input is gone.
         """
         calls: list[DroppedCall] = [self]
         while not calls[-1].input.is_whole and (before is None or before.call is not calls[-1].previous):
@@ -202,7 +202,7 @@ class DroppedCall:
         """Recompute the call; returns what it saves (None where nothing is to be kept) and its output.
 
         Raises:
-            RerunError: it is not what the first run saved.
+            RerunError: the saved tensors are not those of the first run.
         """
         saved, output = self._run_module(mode, args, kwargs, self._still_needed())
         if saved is not None and len(saved) != len(self._placeholders):
@@ -219,12 +219,12 @@ class DroppedCall:
         return rerun_keeping(*call, saw)
 
     def _still_needed(self) -> Saw:
-        """Tells of each tensor that is saved again, in order, whether its place in the graph is still there."""
+        """Returns a function that tells of each recomputed tensor, in order, whether the graph still needs it."""
         references = iter(self._placeholders)
         return lambda _: next(references, _gone)() is not None
 
     def _fill(self, saved: Sequence[Any]) -> None:
-        """Put what was recomputed into the graph; nothing else of the call is needed then."""
+        """Puts the recomputed tensors into the graph; nothing else of the call is needed then."""
         for reference, tensor in zip(self._placeholders, saved, strict=True):
             placeholder = reference()
             if placeholder is not None:

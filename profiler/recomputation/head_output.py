@@ -25,12 +25,12 @@ class ChangedInPlace(RuntimeError):
 
 
 class LossScale:
-    """What losses are multiplied by before backward, as the last one was: numbers of few bits rely on it.
+    """The factor of the last loss before backward: numbers of few bits rely on it.
 
     It takes no memory while a step runs: its number stands in a tensor that is made beforehand.
 
     Args:
-        device: of the losses.
+        device: the device of the losses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,13 +53,13 @@ class HeadCall:
     """A call of a head that is to run a few rows at a time.
 
     Attributes:
-        forward: of the head, of any number of rows: (..., features) in, (..., classes) out.
+        forward: the head's forward, for any number of rows: (..., features) in, (..., classes) out.
         state: torch's flags and autocast, as they were at the call.
-        parameters: of the head, that take gradients.
-        steps: what its outputs go through, each row by itself.
-        rows_at_once: how many rows run together.
+        parameters: the parameters of the head that take gradients.
+        steps: the functions that its outputs go through, each row by itself.
+        rows_at_once: the number of rows that run together.
         whole: told when all rows are made at once after all.
-        scale: of the losses that go backward through it.
+        scale: the scale of the losses that go backward through it.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ class HeadCall:
     steps: tuple[Step, ...] = ()
 
     def outputs(self, rows: Tensor, inside: Inside | None = None) -> Tensor:
-        """What the head gives for these rows, run inside a context, after the steps."""
+        """Returns the head's output for these rows, run inside a context, after the steps."""
         with self.state.reinstated(), fit_to_cache(), inside or nullcontext():
             made = self.forward(rows)
         for step in self.steps:
@@ -94,10 +94,11 @@ class HeadOutput(Tensor):
     """Stands for the output of a head. Losses run it in pieces; whatever else needs its values has all of them made.
 
     Attributes:
-        call: of the head.
-        rows: what goes in, (..., features).
-        classes_last: its shape is (..., classes); else (batch, classes, places), of rows (batch, places, features).
-        kind: of each row.
+        call: the call of the head.
+        rows: the input, (..., features).
+        classes_last: whether its shape is (..., classes); else (batch, classes, places), of rows (batch, places,
+            features).
+        kind: the shape and type of each row.
         made: the values, once they were needed.
     """
 
@@ -116,7 +117,7 @@ class HeadOutput(Tensor):
 
     @staticmethod
     def bare(call: HeadCall, rows: Tensor, kind: Row, *, classes_last: bool) -> HeadOutput:
-        """The same without history."""
+        """Returns the same output without history."""
         *lead, _ = rows.shape
         shape = (*lead, kind.classes) if classes_last else (lead[0], kind.classes, lead[1])
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -216,11 +217,11 @@ class GradientSums:
 
     Args:
         rows: (rows, features).
-        parameters: that the pieces may use.
-        wanted: of the rows and of each parameter, whether its gradient is wanted.
+        parameters: the parameters that the pieces may use.
+        wanted: whether the gradient of the rows, and of each parameter, is wanted.
 
     Attributes:
-        gradients: of the rows and of each parameter; None where none is wanted.
+        gradients: the gradients of the rows and of each parameter; None where none is wanted.
     """
 
     def __init__(self, rows: Tensor, parameters: list[Tensor], wanted: list[bool]) -> None:
@@ -234,9 +235,9 @@ class GradientSums:
         """Run some rows forward and backward; what they give, without history.
 
         Args:
-            piece: which rows.
-            run: gives the result for these rows; runs the head inside a context.
-            gradient: of the result.
+            piece: the rows.
+            run: the function that returns the result for these rows; it runs the head inside a context.
+            gradient: the gradient of the result.
         """
         of_rows, *of_parameters = self.gradients
         sums = {id(p): into for p, into in zip(self._parameters, of_parameters, strict=True) if into is not None}

@@ -36,13 +36,13 @@ class HeadInPieces:
     """Calls of a head that give a stand-in for their output, which its loss makes in pieces.
 
     Args:
-        head: takes each row by itself.
-        rows_at_once: that run together; a call of no more runs as it is.
+        head: a module that takes each row by itself.
+        rows_at_once: the rows that run together; a call of no more runs as it is.
         say_whole: called where all of an output is made at once after all.
 
     Attributes:
-        made_whole: how many calls had to make all of their output at once.
-        waited: how many calls waited for a loss.
+        made_whole: the number of calls that had to make all of their output at once.
+        waited: the number of calls that waited for a loss.
     """
 
     def __init__(self, head: nn.Module, rows_at_once: int, say_whole: Callable[[], None] | None = None) -> None:
@@ -52,7 +52,7 @@ class HeadInPieces:
         self.made_whole = self.waited = 0
 
     def wrapped(self, forward: Forward) -> Forward:
-        """In the place of the head's forward."""
+        """Returns the function that runs in place of the head's forward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._may_wait(args, kwargs):
@@ -105,7 +105,7 @@ def loss_in_pieces(
     reduction: str = "mean",
     **more: Any,
 ) -> Any:
-    """What ``cross_entropy`` or ``nll_loss`` gives for a head's output; NotImplemented for kinds that have no rule."""
+    """Returns ``cross_entropy`` or ``nll_loss`` of a head's output; NotImplemented for kinds without a rule."""
     plain = isinstance(output, HeadOutput) and isinstance(target, Tensor) and not isinstance(target, HeadOutput)
     if not plain or size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return NotImplemented
@@ -132,7 +132,7 @@ def loss_in_pieces(
 
 
 def _divisor(targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What the mean divides by."""
+    """Returns the divisor of the mean."""
     if targets.is_floating_point():
         return torch.tensor(len(targets), device=targets.device, dtype=torch.float32)
     counted = targets != ignore_index
@@ -146,10 +146,10 @@ class RowLoss:
     """A loss of rows.
 
     Attributes:
-        call: of the head.
-        targets: of each row.
-        function: gives the loss of outputs, targets and a reduction.
-        reduction: what is asked for: ``mean``, ``sum`` or ``none``.
+        call: the call of the head.
+        targets: the target of each row.
+        function: the loss of outputs, targets and a reduction.
+        reduction: the wanted reduction: ``mean``, ``sum`` or ``none``.
     """
 
     call: HeadCall

@@ -1,4 +1,4 @@
-"""The arguments of a call, held until it is recomputed: as they are, in host memory, or made by the call before."""
+"""The arguments of a call, held until its recomputation: as they are, in host memory, or by the call before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ leave_uncompiled(__name__)
 
 
 class BatchCopies:
-    """Copies of what a model was given, of tensors that backward does not check: the loop may write to those before.
+    """Copies of the inputs of a model that backward does not check: the loop may write to those before.
 
     Args:
         batch: the model's arguments; None where they are not known: then it may be any tensor that needs no gradient.
@@ -63,10 +63,10 @@ class HeldTensor:
     """A tensor that a recomputation reads, with what tells whether it was changed since.
 
     Attributes:
-        tensor: it, or what stands for it.
-        version: its version when it was first read.
-        values: some of its values then, of a part of the batch.
-        copy: all of them, of a part of the batch that backward itself does not read.
+        tensor: the tensor, or its stand-in.
+        version: the version when it was first read.
+        values: some of its values then, for a part of the batch.
+        copy: all of its values, for a part of the batch that backward itself does not read.
     """
 
     __slots__ = ("copy", "tensor", "values", "version")
@@ -202,10 +202,10 @@ class HeldInput:
 
 
 class CallOutput:
-    """The output of a call, as far as it is alive and as it was then; the next call may take tensors of it.
+    """References to the output of a call, with its state then; the next call may take tensors of it.
 
     Args:
-        tensors: in the output.
+        tensors: the tensors in the output.
     """
 
     __slots__ = ("_references", "_states")
@@ -215,7 +215,7 @@ class CallOutput:
         self._states = [_state_of(tensor) for tensor in tensors]
 
     def links_to(self, inputs: Sequence[Tensor], expected: set[int]) -> tuple[dict[int, int], bool]:
-        """Which of the expected input tensors are in it, by their numbers, and whether one was changed since."""
+        """Returns the expected input tensors that are in it, by their numbers, and whether one was changed since."""
         numbers = {id(tensor): j for j, reference in enumerate(self._references) if (tensor := reference()) is not None}
         same = {i: numbers[id(tensor)] for i, tensor in enumerate(inputs) if i in expected and id(tensor) in numbers}
         links = {i: j for i, j in same.items() if _state_of(inputs[i]) == self._states[j]}

@@ -1,4 +1,4 @@
-"""A module that runs a few rows at a time, keeps nothing but what it is given, and runs again in backward, so, too."""
+"""A module that runs a few rows at a time, keeps its inputs alone, and is recomputed so in backward."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class CallInPieces:
     """A call of a module, whose tensors are taken apart along one dimension.
 
     Attributes:
-        run: the module's forward, of the tensors in its arguments.
-        module: whose forward it is.
+        run: the module's forward, as a function of the tensors in its arguments.
+        module: the module of the forward.
         state: torch's flags and autocast, as they were at the call.
-        dim: of the tensors that are taken apart, and of the result.
-        size: along it.
-        pieces: how many there are.
+        dim: the dimension of the tensors, and of the result, that is taken apart.
+        size: the size along it.
+        pieces: the number of pieces.
     """
 
     run: Callable[[Sequence[Tensor]], Tensor]
@@ -50,11 +50,11 @@ class CallInPieces:
         return tensor.dim() > self.dim and tensor.shape[self.dim] == self.size
 
     def piece(self, tensor: Tensor, first: int, length: int) -> Tensor:
-        """Some rows of a tensor; all of one that is not taken apart."""
+        """Returns some rows of a tensor; all of one that is not taken apart."""
         return tensor.narrow(self.dim, first, length) if self.is_apart(tensor) else tensor
 
     def result(self, tensors: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
-        """What the module gives for these, with such parameters and buffers: while it is captured, these are others."""
+        """Returns the module's output with these parameters and buffers, which are others while it is captured."""
         now = _held(self.module)
         with self.state.reinstated(), fit_to_cache():
             if all(one is other for one, other in zip(now.values(), held, strict=True)):
@@ -64,7 +64,7 @@ class CallInPieces:
 
 
 def slices(count: int, pieces: int) -> list[slice]:
-    """So many slices of a number of rows, of as equal lengths as can be."""
+    """Returns so many slices of a number of rows, of as equal lengths as can be."""
     return [slice(*ends) for ends in itertools.pairwise(count * k // pieces for k in range(pieces + 1))]
 
 
@@ -88,16 +88,16 @@ class ModuleInPieces:
     """Calls of a module in pieces.
 
     Args:
-        module: takes each row by itself.
-        dim: of its tensors, along which rows lie.
-        pieces: that a call has; as many as rows where these are fewer.
+        module: a module that takes each row by itself.
+        dim: the dimension of its tensors along which rows lie.
+        pieces: the number of pieces of a call; as many as rows where these are fewer.
     """
 
     def __init__(self, module: nn.Module, dim: int, pieces: int) -> None:
         self._module, self._dim, self._pieces = module, dim, pieces
 
     def wrapped(self, forward: Forward) -> Forward:
-        """In the place of the module's forward."""
+        """Returns the function that runs in place of the module's forward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = tensors_in((args, kwargs))

@@ -1,4 +1,4 @@
-"""Running a module call a second time so that it computes exactly what it computed the first time."""
+"""Recomputes a module call so that it gives exactly the results of its first run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ leave_uncompiled(__name__)
 Packed = TypeVar("Packed")
 Saw = Callable[[Tensor], bool]  # is told of each tensor that is saved, in order; whether it is needed
 NOT_NEEDED = torch.empty(0)  # in the place of a saved tensor that is not
-# How deep what runs now is a second run inside another one; 0 in a first run.
+# The depth of nested recomputations at this moment; 0 in a first run.
 RERUN_DEPTH: ContextVar[int] = ContextVar("RERUN_DEPTH", default=0)
 
 
 class _AllSaved(BaseException):
-    """Raised inside a rerun once everything that backward needs has been made; no user code should catch it."""
+    """Raised inside a recomputation once all that backward needs has been made; no user code should catch it."""
 
 
 class CallState:
@@ -41,12 +41,12 @@ class CallState:
     Args:
         module: the called module.
         device: the device of its arguments.
-        draws_random: it may advance a random generator, of torch, Python or numpy.
-        changing: names (relative to the module) of buffers that it is known to change.
-        inputs: parameters and buffers, of a program, which reads nothing else of the modules.
+        draws_random: whether it may advance a random generator, of torch, Python or numpy.
+        changing: the names (relative to the module) of buffers that it is known to change.
+        inputs: the parameters and buffers of a program, which reads nothing else of the modules.
 
     Attributes:
-        units: of ``fully_shard``, whose parameters the call uses.
+        units: the units of ``fully_shard`` whose parameters the call uses.
     """
 
     __slots__ = ("_host", "_modules", "_random", "_torch", "units")
@@ -68,7 +68,7 @@ class CallState:
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:
-        """Inside, everything is as before the first run; on leaving, it is as it was on entering.
+        """Reinstates everything as it was before the first run; on leaving, it is as it was on entering.
 
         Sharded parameters are there inside.
 
@@ -84,11 +84,11 @@ class CallState:
         return self._torch.casts()
 
     def has_changed(self) -> bool:
-        """Whether what the modules hold, tensors' contents aside, or a generator of the host is another now."""
+        """Whether the state of the modules, tensors' values aside, or a generator of the host has changed."""
         return not self._modules.holds_what_it_held() or (self._host is not None and self._host.has_advanced())
 
     def plain_changes(self) -> list[Change] | None:
-        """Returns what attributes and containers of the modules hold now and did not; None where more has changed."""
+        """Returns the changes of attributes and containers of the modules; None where more has changed."""
         advanced = self._host is not None and self._host.has_advanced()
         return None if advanced else self._modules.plain_changes()
 
@@ -97,7 +97,7 @@ class CallState:
         return self._modules.tensors_now()
 
     def first_run_over(self, before: Mapping[int, UncountedCopy]) -> list[Tensor]:
-        """The first run may have set parameters: second runs begin with what these held before.
+        """Has recomputations begin with the values that parameters had before the first run, which may have set them.
 
         Args:
             before: copies of parameters by their ids, as ``copies_of_parameters`` makes them.
@@ -113,13 +113,13 @@ class CallState:
 
 
 def copies_of_parameters(module: nn.Module) -> dict[int, UncountedCopy]:
-    """Copies of a module's parameters but the large ones, in case that a first run sets them by its data."""
+    """Copies a module's parameters but the large ones, in case that a first run sets them by its data."""
     small = (p for p in module.parameters() if p.numel() * p.element_size() <= MOST_COPIED_BYTES)
     return {id(p): copied for p in small if (copied := uncounted_copy(p)) is not None}
 
 
 class running_again:  # as torch.no_grad; a generator would take longer than what it does
-    """Inside, ops run for the second time: what records the ops of a first run leaves them out.
+    """Marks ops inside as recomputed: recorders of a first run leave them out.
 
     Where an error leaves it, torch's stacks are as on entering.
     """
@@ -146,7 +146,7 @@ def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs
     Args:
         call, args, kwargs: the call to run.
         state: recorded in the first run.
-        saw: is told of each tensor that autograd saves.
+        saw: called with each tensor that autograd saves.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(saw or (lambda tensor: False), _not_to_be_unpacked)
     with state.reinstated(), torch.enable_grad(), hooks:
@@ -156,7 +156,7 @@ def rerun_dropping(call: Callable[..., Any], state: CallState, args: Any, kwargs
 def rerun_keeping(
     call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, saw: Saw | None = None
 ) -> tuple[list[Tensor], Any]:
-    """Run again to the end; returns what autograd saved, in order, and the output cut off from the graph."""
+    """Recomputes to the end; returns the tensors that autograd saved, in order, and the output without its graph."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> None:
@@ -170,7 +170,7 @@ def rerun_keeping(
 def rerun_until_saved(
     call: Callable[..., Any], state: CallState, args: Any, kwargs: Any, expected: int, saw: Saw | None = None
 ) -> list[Tensor]:
-    """Run again only until ``expected`` tensors have been saved; returns them in order, fewer where it ended before.
+    """Recomputes only until ``expected`` tensors have been saved; returns them in order, fewer where it ended before.
 
     A call that has units of ``fully_shard`` inside runs to its end: a unit that is left by an exception stays gathered.
     So does one where a collective is under way then.
@@ -197,14 +197,14 @@ def rerun_until_saved(
 
 
 def emptied(saved: list[Packed]) -> list[Packed]:
-    """Empty the hook's own list: a node that outlives the rerun (a tensor stored somewhere) keeps the hook alive."""
+    """Empties the hook's own list: a node that outlives the recomputation (a stored tensor's) keeps the hook alive."""
     taken = list(saved)
     saved.clear()
     return taken
 
 
 def detached(tree: Any) -> Any:
-    """The same tensors without their history; what required grad still does, and no leaf has become of it.
+    """Returns the same tensors without their history; those that required grad still do, and become no leaves.
 
     A tensor that stands there several times is one tensor afterwards, too: attention asks whether its inputs are.
     """
@@ -221,7 +221,7 @@ def detached(tree: Any) -> Any:
 
 
 def with_other_history(tensor: Tensor) -> Tensor:
-    """The same tensor as the result of something that is never walked."""
+    """Returns the same tensor as the result of a node that is never walked."""
     with torch.enable_grad():
         return _Cut.apply(_ANCHOR, [tensor])  # pyright: ignore[reportArgumentType, reportReturnType]
 
@@ -232,8 +232,8 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 class _Cut(torch.autograd.Function):
     """Gives the tensor in ``box`` another history: of one node, which is never walked.
 
-    Autocast caches the casts of leaves, so with a leaf for its input a second run would cast, and save, less often than
-    the first one did.
+    Autocast caches the casts of leaves, so a recomputation with a leaf for its input would cast, and save, less often
+    than the first run did.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the modules of a call hold: attributes, parameters and buffers, as they were before its first run."""
+"""The state of the modules of a call: attributes, parameters and buffers, as they were before its first run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _registers_of = operator.itemgetter("_buffers", "_modules", *HOOKS)
 
 
 class ModuleState:
-    """What a module and those inside it hold now: for a second run, everything that was read in the first.
+    """The state of a module and those inside it, recorded so that a recomputation reads what the first run read.
 
     Plain attributes, containers of them and objects that modules keep are remembered by identity, tensors by identity
     and version. Values are copied, to host memory, where a run may change them in place: of buffers and of attributes,
@@ -69,10 +69,10 @@ class ModuleState:
 
     Args:
         module: the one that is about to be called.
-        changing: names (relative to the module) of buffers that its run changes; kernels may do so uncounted.
-        units: whose parameters it uses: these are registered and taken out by the sharding, not by the call.
-        values: whether values of tensors are copied; without, it only says whether the same things are held.
-        inputs: parameters and buffers, where its run reads nothing else of what the modules hold.
+        changing: the names (relative to the module) of buffers that its run changes; kernels may do so uncounted.
+        units: the units whose parameters it uses: these are registered and taken out by the sharding, not by the call.
+        values: whether values of tensors are copied; without, it only tells whether the same objects are held.
+        inputs: the parameters and buffers, where its run reads nothing else of the modules.
     """
 
     __slots__ = (
@@ -176,7 +176,7 @@ class ModuleState:
                 self._note_value(name, value, _DEPTH)
 
     def _note_attributes(self, parameter: Tensor) -> None:
-        """What hooks keep on a parameter; tensors there (``main_grad``) by identity alone: backwards change them."""
+        """Notes a parameter's attributes, set by hooks; tensors (``main_grad``) by identity: backwards change them."""
         attributes = attributes_of(parameter) if is_plain_tensor(parameter) else None
         if attributes:
             self._contents.append((attributes, attributes.copy()))
@@ -187,7 +187,7 @@ class ModuleState:
             self._empty.append(attributes)
 
     def _note_function(self, function: Any) -> None:
-        """What a hook refers to: variables of its closure, the object that it is a method of, globals that it names."""
+        """Notes the references of a hook: variables of its closure, the object of a method, globals that it names."""
         if isinstance(function, types.MethodType):
             self._note_value(function.__name__, function.__self__, _DEPTH)
             function = function.__func__
@@ -291,7 +291,7 @@ class ModuleState:
         return {storage_key(tensor) for _, tensor, _ in self._tensors.values()}
 
     def first_run_over(self, before: Mapping[int, UncountedCopy]) -> list[Tensor]:
-        """Second runs begin with what parameters that the first run set held ``before``; those it does not have."""
+        """Has recomputations begin with the parameters ``before`` the first run; returns those that have no copy."""
         missing = []
         for parameter, version in self._parameters.set_since():
             key = id(parameter)
@@ -302,11 +302,11 @@ class ModuleState:
                 self._parameters.accept(parameter)
         return missing
 
-    # Around the second run -----------------------------------------------------
+    # Around the recomputation --------------------------------------------------
 
     @contextmanager
     def reinstated(self) -> Iterator[None]:
-        """Inside, everything is as before the first run; on leaving, it is as it was on entering.
+        """Reinstates everything as it was before the first run; on leaving, it is as it was on entering.
 
         Raises:
             RerunError: the values of a tensor have changed that were not copied.
@@ -398,7 +398,7 @@ class ModuleState:
         )
 
     def plain_changes(self) -> list[Change] | None:
-        """What attributes and containers hold now and did not; None where that is more than numbers and names."""
+        """Returns the changes of attributes and containers; None where these are more than numbers and names."""
         held = ((holder, before, _copied(holder)) for holder, before in self._differing())
         changes = [Change(*each) for each in held if not _are_same(*each[1:])]
         if any(self._empty) or not all(each.is_plain() for each in changes):

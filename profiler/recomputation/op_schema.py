@@ -1,4 +1,4 @@
-"""What an aten op does besides returning a result, as its schema says."""
+"""The side effects of an aten op, as its schema says."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _CASTING = frozenset({"aten::affine_grid_generator", "aten::_trilinear", "aten::
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTraits:
-    """What is known of an op without running it.
+    """The properties of an op that are known without running it.
 
     Attributes:
         written: positions and names of the arguments that it changes in place.
-        random: it draws random numbers.
-        shape_only: of its first argument only the shape and kind matter.
+        random: whether it draws random numbers.
+        shape_only: whether only the shape and type of its first argument matter.
         statistics: positions of running statistics (a BatchNorm); empty for other ops.
         training: position of its argument ``training``; -1 where it has none.
-        fills: what it changes in place need not hold anything before.
-        casts: its kernel casts within itself under autocast, but not where a dispatch mode sees it.
+        fills: whether it overwrites what it changes in place.
+        casts: whether its kernel casts within itself under autocast, but not where a dispatch mode sees it.
     """
 
     written: tuple[tuple[int, str], ...] = ()

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks around a call that has some of its own: they hold what it keeps, as they would without those."""
+"""Saved-tensor hooks around a call that has some of its own: they hold the call's saved tensors all the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hooks_now() -> Hooks | None:
 
 
 def hooks_of_the_user() -> Hooks | None:
-    """The same, but none of ``torch.utils.checkpoint``: those count what they are given, and hold nothing."""
+    """Returns them but for those of ``torch.utils.checkpoint``, which count tensors and hold none."""
     hooks = hooks_now()
     return None if hooks is None or _of_checkpoint(hooks) else hooks
 
@@ -31,8 +31,8 @@ def hooks_of_the_user() -> Hooks | None:
 def in_checkpoint() -> bool:
     """Whether ``torch.utils.checkpoint`` takes what is saved now.
 
-    It gives backward what its second run saved in the place of what its first did, by their order: both have to save
-    the same.
+    It gives backward the tensors saved by its recomputation in the place of those of the first run, by their order:
+        both have to save the same.
     """
     hooks = hooks_now()
     return hooks is not None and _of_checkpoint(hooks)
@@ -74,7 +74,7 @@ class _PackedTensor:
 
 
 class SavedParameters:
-    """Makes what stands for the parameters that a call saves; hooks of the user's around it hold them once it has run.
+    """Makes stand-ins of the parameters that a call saves; hooks of the user's around it hold them once it has run.
 
     Made before the call's own hooks are on.
     """
@@ -86,7 +86,7 @@ class SavedParameters:
         self._made: list[SavedParameter] = []
 
     def stand_in(self, parameter: Tensor) -> SavedParameter:
-        """What stands for a parameter."""
+        """Returns the stand-in of a parameter."""
         made = SavedParameter(parameter)
         if self._hooks is not None:
             self._made.append(made)

@@ -29,8 +29,8 @@ def uncounted_copy(tensor: Tensor, most_spread: float = _MOST_SPREAD) -> Uncount
     """Copies a tensor's values to host memory; returns None for a tensor that is not plain and strided.
 
     Args:
-        tensor: to copy.
-        most_spread: how many times its elements may lie between its first and its last one.
+        tensor: the tensor to copy.
+        most_spread: the most elements of its storage from its first to its last one, as a multiple of its own.
     """
     if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
         return None
@@ -43,13 +43,13 @@ def uncounted_copy(tensor: Tensor, most_spread: float = _MOST_SPREAD) -> Uncount
 
 
 class UncountedCopy:
-    """What a plain tensor holds, and how it lies.
+    """The values of a plain tensor, and its place in its storage.
 
     From a GPU it is copied into page-locked memory in the order of the current stream, without waiting for it.
 
     Args:
         tensor: a strided one.
-        span: how many elements its storage has from its first one to its last one.
+        span: the number of elements of its storage from its first one to its last one.
     """
 
     __slots__ = ("_dtype", "_size", "_stride", "_values")
@@ -145,7 +145,7 @@ class RememberedParameter(NamedTuple):
         return self.storage is not None and storage_key(self.parameter) != self.storage._cdata
 
     def data(self) -> Tensor:
-        """What its ``.data`` was; raises RerunError where it had another size or type."""
+        """Returns its former ``.data``; raises RerunError where that had another size or type."""
         size, dtype = self.parameter.size(), self.parameter.dtype
         span = self.offset + 1 + sum((n - 1) * stride for n, stride in zip(size, self.stride, strict=True))
         assert self.storage is not None
@@ -158,7 +158,7 @@ class RememberedParameters:
     """Records parameters as they are now. Plain ones are read and compared in bulk, which is much faster.
 
     Args:
-        parameters: of the modules of a stage.
+        parameters: the parameters of the modules of a stage.
     """
 
     __slots__ = ("_lies", "_others", "_plain", "_storages", "_taking", "_versions")
@@ -180,7 +180,7 @@ class RememberedParameters:
         )
 
     def changed(self) -> list[RememberedParameter]:
-        """Those that have changed since, or may have."""
+        """Returns the parameters that have changed since, or may have."""
         plain, storages = self._plain, self._storages
         if (
             [p._version for p in plain] == self._versions
@@ -192,14 +192,14 @@ class RememberedParameters:
         return [*self._others, *map(self._remembered, range(len(plain)))]
 
     def set_since(self) -> list[tuple[Tensor, int]]:
-        """Those whose values were set in place since, with the versions before."""
+        """Returns the parameters whose values were set in place since, with the versions before."""
         plain = [(p, version) for p, version in zip(self._plain, self._versions, strict=True) if p._version != version]
         return plain + [
             (one.parameter, one.version) for one in self._others if version_of(one.parameter) != one.version
         ]
 
     def accept(self, parameter: Tensor) -> None:
-        """What its values were set to since is what they are remembered as."""
+        """Remembers the values that a parameter was set to since."""
         pairs = zip(self._plain, self._versions, strict=True)
         self._versions = [p._version if p is parameter else version for p, version in pairs]
         self._others = [

@@ -1,6 +1,6 @@
 """Stand-ins in the autograd graph for tensors until they are needed, and whether a recomputation saves the same.
 
-What a first run saved is told by signatures, which do not keep it; those of a second run are compared with them.
+Signatures describe the saved tensors of a first run without keeping them; those of a recomputation are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLAIN_TENSORS = (Tensor, nn.Parameter)  # the types whose memory is all that the
 
 
 class RerunError(RuntimeError):
-    """A second run cannot be what the first one was, or did not do what that one did."""
+    """A recomputation cannot repeat the first run, or did not."""
 
 
 class TensorStandIn(Protocol):
@@ -114,7 +114,7 @@ Values = tuple[int, ...]  # the bits of each
 
 
 def some_values_of(tensor: Tensor) -> Values:
-    """Some values of a plain tensor on the CPU, those at ``compared_places``; empty for others."""
+    """Returns the values at ``compared_places`` of a plain tensor on the CPU; none of others."""
     if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or not tensor.is_cpu:
         return ()
     address = tensor.data_ptr()  # Read as it lies: numpy may not see it, or its storage can never be resized again.
@@ -141,7 +141,7 @@ def _reader(shape: tuple[int, ...], stride: tuple[int, ...], element_bytes: int)
 
 
 def compared_places(size: int) -> range:
-    """Which of ``size`` elements, in the order of their indices, are compared."""
+    """Returns the numbers of the compared ones of ``size`` elements, in the order of their indices."""
     return range(0, size, size // _COMPARED_VALUES | 1)  # Odd, so that it does not walk down one column.
 
 
@@ -151,7 +151,7 @@ def is_parameter_like(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
+    """Returns the number of changes in place of a tensor."""
     return -1 if tensor.is_inference() else tensor._version  # Inference tensors count no changes.
 
 
@@ -181,7 +181,7 @@ Geometry = tuple[Any, Any, Any, torch.dtype, bool, bool]
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """How a strided tensor lies in its storage."""
+    """Returns the geometry of a strided tensor in its storage."""
     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
     return size, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
@@ -224,15 +224,15 @@ def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature:
 
 
 class SignatureCheck:
-    """Holds what a second run saves, tensor by tensor, against the signatures of the first.
+    """Compares the tensors that a recomputation saves with the signatures of the first run.
 
     Args:
-        expected: of the first run, in order; None for trained leaves, which are there anyway.
-        undefined: numbers of those of which some values are undefined memory.
+        expected: the signatures of the first run, in order; None for trained leaves, which are there anyway.
+        undefined: the numbers of the tensors of which some values are undefined memory.
 
     Attributes:
-        difference: the first thing that is another, in words; empty where nothing is.
-        other_values: values of the second run where nothing else is another, by the tensor's number.
+        difference: the first difference, in words; empty for none.
+        other_values: the values of the recomputation where nothing else differs, by the tensor's number.
     """
 
     def __init__(self, expected: Sequence[SavedSignature | None], undefined: Collection[int] = ()) -> None:
@@ -242,7 +242,7 @@ class SignatureCheck:
         self._count = 0
 
     def saw(self, tensor: Tensor) -> None:
-        """The second run saves this one next."""
+        """Compares the tensor that the recomputation saves next."""
         number, self._count = self._count, self._count + 1
         if self.difference or number >= len(self._expected):
             return
@@ -266,7 +266,7 @@ def _words(signature: SavedSignature) -> str:
 
 @contextmanager
 def undefined_memory_shown() -> Iterator[None]:
-    """Inside, memory that a kernel takes and does not fill holds what ``is_undefined`` tells."""
+    """Has memory that kernels take inside and do not fill hold values that ``is_undefined`` recognises."""
     put_back = current_flags()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

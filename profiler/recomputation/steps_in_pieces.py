@@ -1,4 +1,4 @@
-"""Runs a step with parts of the model in pieces, and holds it against the step as it is."""
+"""Runs a step with parts of the model in pieces, and compares it with the step as it is."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class NotInPieces(ValueError):
 def run_in_pieces(
     model: nn.Module, pieces: PiecesRecord, patches: ForwardPatches, say_whole: Callable[[], None] | None = None
 ) -> HeadInPieces | None:
-    """Have parts of a model run in pieces until the patches are removed; what is told of its head.
+    """Has parts of a model run in pieces until the patches are removed; returns the record of its head.
 
     Args:
-        model: whose modules have these names.
-        pieces: which, and how.
-        patches: that the wrappers are put on with.
-        say_whole: called where all of the head's output is made at once after all.
+        model: the model of the named modules.
+        pieces: the parts, and the number of their pieces.
+        patches: the patches that install the wrappers.
+        say_whole: called where all of the head's output is computed at once after all.
     """
     named = dict(named_modules(model))
     for part in pieces.modules:
@@ -56,7 +56,7 @@ def run_in_pieces(
 
 @contextmanager
 def in_pieces(workload: Workload, pieces: PiecesRecord) -> Iterator[HeadInPieces | None]:
-    """Inside, parts of the workload's model run in pieces, and a plan can be put on top."""
+    """Has parts of the workload's model run in pieces inside, where a plan can be put on top."""
     patches = ForwardPatches(counts=False)
     try:
         yield run_in_pieces(workload.model, pieces, patches)
@@ -148,7 +148,7 @@ def _step(workload: Workload, randomness: RandomState) -> _Step:
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
-    """By norms."""
+    """Returns the norm of the difference over the norm of the other tensor."""
     if one.layout is not torch.strided or other.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()
     size = float(other.double().norm())

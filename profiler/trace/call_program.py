@@ -60,22 +60,23 @@ class CallProgram:
 
     Args:
         captured: one of the calls.
-        order: of the runs of its ops.
-        compiled: makes code of a program of a forward or a backward; None to run its ops one by one.
+        order: the order of the runs of its ops.
+        compiled: the compiler of programs of a forward or a backward; None to run their ops one by one.
 
     Attributes:
         parameters: of what the forward hands over, the parameters: the place of each there, and its number among the
             inputs.
-        viewed: of each of these, whether a view stands for it: no op of backward reads it itself.
-        both: places among these of those that both ops of backward read and ops that run again.
+        viewed: whether a view stands for each of these: no op of backward reads it itself.
+        both: the places among these of those that ops of backward and recomputed ops read.
         arguments_in_backward: numbers of the tensors among the arguments that backward reads where each op runs once.
-        runs_again: whether ops of the forward run again in backward.
+        runs_again: whether ops of the forward are recomputed in backward.
         read_again: inputs that these read.
         held_by_backward: places among what ``BoundProgram.held`` gives of what the values that forward makes for
             backward depend on.
         draws: whether any op draws random numbers.
-        differentiable: of each tensor in the output, whether the call makes it and it takes a gradient.
-        contributions: of the backward to the gradients of the inputs, in the order in which they are added up.
+        differentiable: whether the call makes each tensor in the output and it takes a gradient.
+        contributions: the parts of the inputs' gradients that the backward makes, in the order in which they are added
+            up.
         of_parameters_last_first: places of those to parameters, whose gradients are complete in the order of this from
             its end.
     """
@@ -88,7 +89,7 @@ class CallProgram:
         self.viewed = [number in of_forward for _, number in self.parameters]
         self.runs_again = any(AGAIN in node.meta for node in backward.graph.nodes)
         sources = zip(captured.graph.inputs, captured.sources, strict=True)
-        # What the call itself writes to no second run depends on.
+        # No recomputation depends on what the call itself writes to.
         of_module = {node.name: isinstance(each, str) for node, each in sources if each not in captured.written}
         self.read_again = inputs_read_again(backward, of_module)
         again = {each.place for each in self.read_again}
@@ -123,8 +124,8 @@ class CallProgram:
         """Returns what backward contributes to the gradients of the forward's inputs; empties both lists.
 
         Args:
-            saved: what the forward handed over.
-            gradients: those of what the call returned.
+            saved: the tensors that the forward handed over.
+            gradients: the gradients of the call's outputs.
             flags: torch's in forward, with which its ops are recomputed.
         """
         for number, (size, stride) in zip(self.captured.tangents, self.layouts, strict=True):
@@ -164,7 +165,7 @@ def _made_of(captured: CapturedCall, forward: fx.GraphModule) -> set[int]:
 
 
 def _read_by_forward_alone(captured: CapturedCall) -> set[int]:
-    """Numbers of the inputs that no op of backward reads itself: only views of forward's, and ops that run again."""
+    """Returns the numbers of inputs that no op of backward reads: only views of forward's, and recomputed ops."""
     graph = captured.graph
     return {n for n, node in enumerate(graph.inputs) if all(user in graph.forward_ops for user in node.users)}
 
@@ -215,11 +216,11 @@ class BoundProgram:
     """Calls a program with the parameters and buffers of one module.
 
     Args:
-        program: for modules like this one.
+        program: the program for modules like this one.
         module: the module whose parameters and buffers are read.
 
     Attributes:
-        program, module: as given.
+        program, module: the given program and module.
         watches_gradients: whether backward looks at who else holds the gradients of what a call returned.
         gradients_held: whether others held a gradient of what a call returned when its backward was over.
         lay_otherwise: whether a gradient of what a call returned lay otherwise than the traced one.
@@ -241,7 +242,7 @@ class BoundProgram:
         return self.called(args, kwargs, None, checked=True)
 
     def called(self, args: Any, kwargs: Any, batch: BatchCopies | None, *, checked: bool) -> Any:
-        """The same in a step with a batch; ``checked`` is as for ``ReadAgain``."""
+        """Runs the call in a step with a batch; ``checked`` is as for ``ReadAgain``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             inputs = self._repeated(args, kwargs)
@@ -250,7 +251,7 @@ class BoundProgram:
         return called_as_unit(self.module, run, args, kwargs)
 
     def dropping(self, saved: ProgramPlaceholder, args: Any, kwargs: Any) -> Any:
-        """The same, handing nothing over to backward, which asks ``saved`` for it."""
+        """Runs the call without handing anything over to backward, which asks ``saved`` for it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             inputs = self._repeated(args, kwargs)
@@ -259,7 +260,7 @@ class BoundProgram:
         return called_as_unit(self.module, run, args, kwargs)
 
     def outputs(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors that a second run of the call returns, without history; buffers stay as they are."""
+        """Returns the outputs of a recomputation of the call, without history; buffers stay as they are."""
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             made = self._seen(lambda: self.program.outputs_code(self._inputs(args, kwargs)))
         return self._with_passed_on(made[len(self._written) :], args, kwargs)
@@ -501,11 +502,11 @@ CHANGED = (
 
 
 class InputRead(NamedTuple):
-    """An input of a call that ops read which run again in backward.
+    """An input of a call that recomputed ops read.
 
     Attributes:
         place: among what forward hands over.
-        of_module: it is a parameter or a buffer, not an argument.
+        of_module: whether it is a parameter or a buffer, not an argument.
         alone: no op of backward itself reads it.
     """
 
@@ -515,11 +516,11 @@ class InputRead(NamedTuple):
 
 
 def inputs_read_again(backward: fx.GraphModule, of_module: dict[str, bool]) -> list[InputRead]:
-    """The inputs that a program of a backward takes, and reads in second runs.
+    """The inputs of a program of a backward that recomputed ops read.
 
     Args:
         backward: the program.
-        of_module: by the names of the call's inputs, whether they are parameters or buffers.
+        of_module: whether inputs of the call, by their names, are parameters or buffers.
     """
     found: list[InputRead] = []
     for place, node in enumerate(backward.graph.find_nodes(op="placeholder")):
@@ -540,7 +541,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 class ReadAgain:
-    """Inputs that ops read which run again, as they were in forward.
+    """The inputs that recomputed ops read, as they were in forward.
 
     Args:
         reads: the inputs.

@@ -35,11 +35,11 @@ from profiler.workload.tensor_trees import device_of, tensors_in, with_tensors, 
 
 
 class GradientLayouts(NamedTuple):
-    """How the gradients of what a call returns lie, of those that take one.
+    """The layouts of the gradients of a call's outputs that take one.
 
     Attributes:
-        strides: of each; empty where that is not known: it is taken to be contiguous.
-        same_sizes: they are of a call with the sizes of this one; else the order of the dimensions counts.
+        strides: the strides of each; empty where they are not known: it is taken to be contiguous.
+        same_sizes: whether they come from a call with the sizes of this one; else the order of the dimensions counts.
     """
 
     strides: tuple[tuple[int, ...], ...] = ()
@@ -63,7 +63,7 @@ class UnsettledError(CaptureError):
     """A call that sets attributes of its modules: a first one often does, and those after it need not.
 
     Attributes:
-        changes: its changes; None where there are others than of plain attributes.
+        changes: the changes of plain attributes; None where there are others.
     """
 
     def __init__(self, message: str, changes: Sequence[Change] | None) -> None:
@@ -80,20 +80,20 @@ _FRESH = ("non_alias", "unsafe_view_alias")  # kinds of outputs with memory of t
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """Forward and backward of a call of a module, and what the inputs and outputs of the graph are.
+    """Forward and backward of a call of a module, with the meaning of the graph's inputs and outputs.
 
     Attributes:
         graph: forward and backward in one.
-        sources: of each input of the forward: the name of a parameter or buffer of the module, or the number of a
-            tensor in the call's arguments.
-        returned: the call's output, with what stands for its tensors.
-        passed_on: of each tensor in the output, the number of the argument that it is; None where the call makes it.
-        differentiable: of each tensor that it makes for the output, whether it takes a gradient.
-        tangents: of each gradient that the backward takes, the number among these of the tensor that it is of.
-        gradients: of each input of the forward, which outputs of the backward add up to its gradient, in this order:
+        sources: the source of each input of the forward: the name of a parameter or buffer of the module, or the number
+            of a tensor in the call's arguments.
+        returned: the call's output, with stand-ins for its tensors.
+        passed_on: the number of the argument that each tensor in the output is; None where the call makes it.
+        differentiable: whether each tensor that it makes for the output takes a gradient.
+        tangents: the number among these of the tensor of each gradient that the backward takes.
+        gradients: the outputs of the backward that add up to the gradient of each input of the forward, in this order:
             one for each use, since what other calls contribute may have to come before them in the sum.
-        written: names of buffers that get new contents as the forward ends, in the order of its first outputs.
-        complete: names of parameters in the order in which autograd completes their gradients.
+        written: the names of buffers that get new contents as the forward ends, in the order of its first outputs.
+        complete: the names of parameters in the order in which autograd completes their gradients.
     """
 
     graph: JointGraph
@@ -134,7 +134,7 @@ def capture_call(
         module: the called module.
         forward: the module's own forward.
         args, kwargs: arguments of the call, with tensors as they come in training.
-        gradients: layouts of the gradients of what it returns.
+        gradients: the layouts of the gradients of its outputs.
 
     Raises:
         CaptureError: it is no single graph of ops (Python looks at values, or an op has no fake tensors), computes
@@ -253,7 +253,7 @@ def _leave_statistics_out(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _tangents_lying(layouts: GradientLayouts) -> Iterator[None]:
-    """Inside, AOTAutograd traces backward with gradients that lie so: kernels add up in another order otherwise."""
+    """Has AOTAutograd trace backward inside with gradients so laid out: kernels would add up in another order."""
     from torch._functorch._aot_autograd import collect_metadata_analysis as analysis
 
     usual, numbers = analysis.coerce_tangent_and_suggest_memory_format, itertools.count()
@@ -291,7 +291,7 @@ def _hooks_on_saved_tensors() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _naming_modules(module: nn.Module) -> Iterator[None]:
-    """Inside, tracing notes for each op which of the modules inside this one calls it."""
+    """Has tracing inside note for each op which of the modules inside this one calls it."""
     names = {inner: name for name, inner in module.named_modules() if name}
     open_calls: list[contextlib.AbstractContextManager[Any]] = []
 
@@ -351,7 +351,7 @@ class _FlatCall(nn.Module):
 
 
 def _split_sums(graph: JointGraph, described: Sequence[Any]) -> list[Any]:
-    """Have the graph return what each use of an input contributes to its gradient; what is returned then."""
+    """Has the graph return the contribution of each use of an input to its gradient; returns the new outputs."""
     inputs = {node.meta["desc"]: node for node in graph.inputs}
     (output,) = graph.module.graph.find_nodes(op="output")
     returned, split = list(graph.outputs[: graph.forward_outputs]), list[Any]()
@@ -370,7 +370,7 @@ def _split_sums(graph: JointGraph, described: Sequence[Any]) -> list[Any]:
 
 
 def _uses(node: fx.Node, graph: JointGraph) -> int:
-    """How often ops of the forward take an input."""
+    """Returns the number of times that ops of the forward take an input."""
     return sum([*pytree.tree_leaves((op.args, op.kwargs))].count(node) for op in node.users if op in graph.forward_ops)
 
 

@@ -104,7 +104,7 @@ def _names_held(module: nn.Module) -> list[str]:
 
 
 class without_forward:  # a generator would take longer, and guards are asked at every call
-    """Inside, a module has no ``forward`` of its own beside its class's: who patches it is no matter."""
+    """Takes a module's own ``forward`` away inside, so that its class's counts: who patches it is no matter."""
 
     __slots__ = ("_attributes", "_patched")
 
@@ -174,7 +174,7 @@ def _frozen(tree: Any, outer: tuple[int, ...] = ()) -> Any:
     """A tree that is equal to another one where all that is in both is plain and equal, or the same object.
 
     Args:
-        tree: as ``without_tensors`` makes it.
+        tree: a tree that ``without_tensors`` has made.
         outer: ids of the objects that it is in, one of which it may refer to.
     """
     kind = type(tree)
@@ -273,7 +273,7 @@ def difference(
     Args:
         bound: the program.
         module, forward, args, kwargs: the call.
-        rounded: what is as near as ``torch.testing.assert_close`` asks for does not count as a difference.
+        rounded: whether values as near as ``torch.testing.assert_close`` asks for are equal.
     """
     same = _same_but_for_rounding if rounded else _same_bits
     state = CallState(module, device_of((args, kwargs)), draws_random=True)

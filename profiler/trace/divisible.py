@@ -1,6 +1,6 @@
-"""Finds what may run a few rows at a time: the head of a model, and modules that keep much and take each row by itself.
+"""Finds parts that may run a few rows at a time: the head of a model, and modules that keep much, row by row.
 
-The head is the last layer, where what it returns is large and each row of it stands for itself.
+The head is the last layer, where its output is large and each row of it stands for itself.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _may_be_taken_apart(trace: Trace, call: Call) -> bool:
 
 
 def _kept_bytes(trace: Trace, call: Call) -> int:
-    """What it keeps for backward beside what it takes and gives."""
+    """Returns the bytes that it keeps for backward beside its inputs and outputs."""
     return trace.storages.total_bytes(
         trace.saved(call.first_save, call.end_save) - call.input_storages - call.output_storages
     )
@@ -144,14 +144,14 @@ class _Checks:
     """Holds what modules give in two pieces against what they give at once.
 
     Attributes:
-        dims: by name of the module, the dimension along which it can be taken apart.
+        dims: the dimension along which a module can be taken apart, by its name.
     """
 
     def __init__(self) -> None:
         self.dims: dict[str, int] = {}
 
     def wrapped(self, forward: Forward, name: str) -> Forward:
-        """In the place of a module's forward."""
+        """Returns the function that runs in place of a module's forward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)

@@ -30,9 +30,10 @@ class JointGraph:
     """Forward and backward of one call of a module, traced together.
 
     Attributes:
-        module: its inputs are what the forward reads (parameters, buffers, the batch) and, named ``tangents_...``,
-            the gradients of what it returns; its nodes are aten ops. What is written into buffers is returned.
-        forward_outputs: how many of its outputs the forward returns; the others are gradients of its inputs.
+        module: the module of the graph; its inputs are those of the forward (parameters, buffers, the batch) and, named
+            ``tangents_...``, the gradients of what it returns; its nodes are aten ops. What is written into buffers is
+            returned.
+        forward_outputs: the number of its outputs that the forward returns; the others are gradients of its inputs.
     """
 
     module: fx.GraphModule
@@ -97,7 +98,7 @@ class JointGraph:
 
     @cached_property
     def makers(self) -> dict[int, fx.Node]:
-        """By storage the op that makes it, in the order of ops; what model, batch and loss bring is left out."""
+        """Returns the op that makes each storage, in the order of ops; those of model, batch and loss are left out."""
         brought = {s for node in (*self.inputs, *self.constants, *self.tangents) for s in storages_of(node)}
         makers: dict[int, fx.Node] = {}
         for op in self.ops:
@@ -266,7 +267,7 @@ def _statistics(op: fx.Node, numbers: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def is_batch_norm(op: fx.Node) -> bool:
-    """Whether an op normalizes by its batch, and makes running statistics beside, which no second run needs."""
+    """Whether an op normalizes by its batch, and makes running statistics beside, which no recomputation needs."""
     batch_norm = op.target is torch.ops.aten._native_batch_norm_legit_functional.default and op.args[5] is True
     return batch_norm and _saves_without_statistics(op)
 

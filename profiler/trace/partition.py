@@ -1,7 +1,7 @@
 """Cutting a traced step into stages: a chain of module calls, and what runs between them.
 
 Then by which names of modules the stages, and the ops inside them, can be called; and which blocks would be stages if
-they could run a second time, so that the cut had to go around them.
+they could be recomputed, so that the cut had to go around them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ChosenStage:
 
     Attributes:
         name: the module's name, with ``#n`` for the n-th further call of the same module.
-        call: its record in the trace.
+        call: the record of the call in the trace.
         links: positions of input tensors that are, unchanged, outputs of the
             stage before: pairs (input leaf, output leaf); empty where it is not linked.
         boundary_storages: storages that live only for such a link.
@@ -347,7 +347,7 @@ def alike(stages: Sequence[ChosenStage]) -> list[int]:
 
 
 def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
-    """Which hooks run with a call: on which module in it, or for the gradient of which parameter."""
+    """Names the hooks that run with a call: on which module in it, or for the gradient of which parameter."""
     on_modules = [
         (name, kind, getattr(hook, "__qualname__", type(hook).__name__))
         for name, inner in module.named_modules()
@@ -360,7 +360,7 @@ def _hooks_of(module: nn.Module) -> tuple[tuple[str, str, str], ...]:
 
 
 def name_outside(stages: Sequence[str], k: int) -> str:
-    """What runs outside of stages directly before the one of this number is called, after all where there is none.
+    """Returns the name of the part outside of stages directly before the stage of this number, or after all stages.
 
     >>> [name_outside(["embed", "h.0"], k) for k in range(3)]
     ['before embed', 'between embed and h.0', 'after h.0']
@@ -427,11 +427,11 @@ LEAST_SHARE = 0.05
 
 
 def left_out_of(trace: Trace, stages: Sequence[ChosenStage]) -> tuple[LeftOutRecord, ...]:
-    """What the best cut would have had besides, had nothing spoken against it; equal blocks together.
+    """Returns the stages that the best cut would have had besides, if all could be recomputed; equal blocks together.
 
     Args:
         trace: one traced step.
-        stages: that were found in it.
+        stages: the stages that were found in it.
     """
     if not any(could_be_stage(call) and why_not_recomputable(call) for call in trace.calls):
         return ()
@@ -460,7 +460,7 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _kept_bytes(trace: Trace, calls: Iterable[Call], stages: Sequence[ChosenStage]) -> int:
-    """What calls save for backward outside of stages, and what they hide, without their inputs."""
+    """Returns the bytes that calls save for backward outside of stages, and hide, without their inputs."""
     spans = [(stage.call.first_save, stage.call.end_save) for stage in stages]
     kept: set[int] = set()
     for call in calls:
@@ -492,12 +492,12 @@ _FOREIGN_CHANGE = "it changes a parameter, or a buffer of another module"
 
 
 def why_not_recomputable(call: Call) -> str:
-    """Why a second run would not be the same; empty where nothing speaks against it."""
+    """Returns why a recomputation would not be the same; empty for no reason."""
     return _obstacle(call)[0]
 
 
 def remedy_for(call: Call) -> str:
-    """What to change in the model, or in its settings, so that the call may run again; empty where it may."""
+    """Returns the change in the model, or in its settings, that makes the call recomputable; empty where it is."""
     return _obstacle(call)[1]
 
 

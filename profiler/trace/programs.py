@@ -1,4 +1,4 @@
-"""From an order of runs to a program for forward and one for backward.
+"""Makes a program for forward and one for backward from an order of runs.
 
 Views are made anew of what they look at. What backward needs and does not make, forward hands over: torch saves it. A
 value goes after its last use, as the generated code says.
@@ -64,8 +64,8 @@ def programs_of(graph: JointGraph, order: StepOrder) -> tuple[fx.GraphModule, fx
     """The programs of forward and backward.
 
     Args:
-        graph: of the step.
-        order: what runs when.
+        graph: the graph of the step.
+        order: the order of the runs.
 
     Returns:
         Forward, which takes the graph's inputs and returns its outputs and what is saved; and backward, which takes
@@ -109,10 +109,10 @@ def outputs_program(graph: JointGraph, order: StepOrder) -> fx.GraphModule:
 
 
 class AsInForward(fx.Interpreter):
-    """Runs a program of a backward call by call, its second runs with the flags of forward: kernels read some of them.
+    """Runs a program of a backward call by call, recomputed ops with the flags of forward: kernels read some of them.
 
     Args:
-        program: that of the backward.
+        program: the program of the backward.
         flags: torch's in forward, as ``flags_now`` gives them.
     """
 
@@ -179,9 +179,9 @@ class _Values:
         """Returns what ops and outputs read that ops before them do not make, gradients of outputs left out.
 
         Args:
-            ops: in the order of their runs.
+            ops: the ops in the order of their runs.
             ran: the ops that have run before.
-            outputs: what is returned in the end.
+            outputs: the results returned in the end.
         """
         made: set[fx.Node] = set()
         missing: dict[fx.Node, None] = {}
@@ -221,13 +221,13 @@ class _Writer:
     """Writes a program, run by run.
 
     Args:
-        values: of the joint graph.
-        again: ops that will run again.
+        values: the values of the joint graph.
+        again: the ops that will be recomputed.
         ran: ops that have run before this program.
 
     Attributes:
         graph: the program.
-        states: by op the state of the generator that its first run drew from.
+        states: the state, by op, of the generator that its first run drew from.
     """
 
     def __init__(self, values: _Values, again: Iterable[fx.Node], ran: Iterable[fx.Node]) -> None:

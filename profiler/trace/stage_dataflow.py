@@ -13,7 +13,7 @@ from profiler.trace.step_record import Op, Trace
 
 
 def stage_ops_of(trace: Trace, stage: ChosenStage) -> StageOps:
-    """What the ops of one stage's forward read, make and cost, storages numbered from 0."""
+    """Returns the inputs, results and costs of the ops of one stage's forward, storages numbered from 0."""
     return _Reader(trace, stage).read()
 
 
@@ -105,7 +105,7 @@ class _Reader:
 
 
 def _innermost(spans: Sequence[tuple[int, int, str]]) -> list[str]:
-    """For every position of the first span the innermost span's name; spans stand with outer ones first."""
+    """Returns the innermost span's name for every position of the first span; spans stand with outer ones first."""
     first, end, name = spans[0]
     names = [name] * (end - first)
     for start, stop, inner in spans[1:]:

@@ -16,10 +16,10 @@ class Leaf:
     """A tensor that goes into or comes out of a call.
 
     Attributes:
-        storage: its number.
+        storage: the number of the storage.
         identity: the object's own.
-        version: how often it had been changed in place.
-        shape, dtype, requires_grad: its own.
+        version: the number of changes in place before.
+        shape, dtype, requires_grad: the properties of the tensor.
     """
 
     storage: int | None
@@ -36,14 +36,14 @@ class Call:
 
     Attributes:
         name: the module's name in the model.
-        index: how many calls of the same module came before.
+        index: the number of earlier calls of the same module.
         parent: position of the enclosing call in ``Trace.calls``; -1 for the model itself.
-        first_op, end_op: its ops are ``Trace.ops[first_op:end_op]``.
-        first_save, end_save: its saved tensors are ``Trace.saves[first_save:end_save]``.
+        first_op, end_op: the bounds of its ops, ``Trace.ops[first_op:end_op]``.
+        first_save, end_save: the bounds of its saved tensors, ``Trace.saves[first_save:end_save]``.
         opaque: class of an object in its arguments or output that holds tensors where they are not found.
         fills: class of an object in its arguments that it put tensors into, and did not return.
-        side_effect: what else it changed that a second run would change again.
-        scripted: which part of its module ``torch.jit.script`` has compiled, in words; empty for none.
+        side_effect: the other changes that a recomputation would repeat, in words.
+        scripted: the part of its module that ``torch.jit.script`` has compiled, in words; empty for none.
         fills_late: an op in it writes to a tensor that it has saved for backward before it ran.
         goes_backward: some of what it saved was used before the step's forward was over.
         hides: function that keeps tensors made in it where no saved-tensor hook sees them; empty for none.
@@ -93,7 +93,7 @@ class Save:
 
     Attributes:
         filled_late: the op that it was saved for, or the next one, writes to it.
-        unused: it was gone when backward began: the loss does not depend on it.
+        unused: whether it was gone when backward began: the loss does not depend on it.
     """
 
     storage: int | None
@@ -105,7 +105,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SavedInGraph:
-    """What the graph holds of a saved tensor, and the calls that are open; None where steps may keep nothing."""
+    """The stand-in of a saved tensor in the graph, with the open calls; None where steps may keep nothing."""
 
     tensor: Tensor | None
     calls: tuple[int, ...]
@@ -113,14 +113,14 @@ class SavedInGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What an op did with storages that were there before; versions count changes in place during the step.
+    """The uses of earlier storages by an op; versions count changes in place during the step.
 
     Attributes:
         reads: pairs (storage, version) whose contents it read.
         writes: storages that it changed in place.
         renews: running statistics that it changed without having read them.
-        fills: what it changed need not have held anything.
-        random: it drew random numbers.
+        fills: whether it overwrote what it changed.
+        random: whether it drew random numbers.
     """
 
     reads: tuple[tuple[int, int], ...] = ()
@@ -149,9 +149,9 @@ class ValueOp(NamedTuple):
     """An op by whose values bytes differ.
 
     Attributes:
-        position: how many ops of the forward had run before.
-        name, module: which op, and where it ran.
-        branch: it hands a value to Python, which may branch by it.
+        position: the number of ops of the forward that had run before.
+        name, module: the op, and the module that ran it.
+        branch: whether it hands a value to Python, which may branch by it.
         deciding: storages of the values.
     """
 
@@ -167,10 +167,10 @@ class Trace:
     """One traced step.
 
     Attributes:
-        calls, saves, ops, backward_ops: in order.
+        calls, saves, ops, backward_ops: the records in order.
         storages: all that it met, by number.
-        always_alive: those of parameters, buffers and the batch.
-        casts: those that autocast made of parameters, and caches until the forward ends.
+        always_alive: the storages of parameters, buffers and the batch.
+        casts: the storages that autocast made of parameters, and caches until the forward ends.
         by_values: ops that take bytes by values, or hand values to Python, which may branch by them.
         sparse_gradients: names of the parameters that got one.
     """

@@ -73,7 +73,7 @@ def trace_forward(workload: Workload) -> Trace:
 
 @contextmanager
 def first_forward(workload: Workload) -> Iterator[None]:
-    """Inside, the first of several forwards is measured: nothing has to be kept before it. They are alike."""
+    """Has the first of several forwards measured inside: nothing has to be kept before it. They are alike."""
     custom = workload.custom_step
     measured = 0 if custom is None else custom.measured
     try:
@@ -89,7 +89,7 @@ class StepRecorder(TorchDispatchMode):
     """Records the calls, the saved tensors and, where it is entered as a mode, the ops of one step.
 
     Args:
-        workload: whose step it is.
+        workload: the workload of the step.
         storages: the numbers of storages to go on with; None to begin anew.
         keeps: whether what autograd saves is kept; without, the step ends where backward would begin.
     """
@@ -136,9 +136,10 @@ class StepRecorder(TorchDispatchMode):
         """Run a step's forward and backward.
 
         Args:
-            modules: with their names; their calls are recorded.
+            modules: the modules whose calls are recorded, with their names.
             mode: the recorder, or a null context where the step shows no ops.
-            run: runs the step, and tells of its phases; what it runs again is no part of it. None for the workload's.
+            run: the function that runs the step, and tells of its phases; recomputed ops are no part of it. None for
+                the workload's.
         """
         patches = ForwardPatches()
         try:
@@ -158,13 +159,13 @@ class StepRecorder(TorchDispatchMode):
 
     @property
     def _until(self) -> StepPhase | None:
-        """Where the step ends; one of the user's own runs to its end, so that it leaves what a step leaves."""
+        """Returns the phase that ends the step; a custom step runs to its end, so that it leaves what a step leaves."""
         if not self._keeps:
             return "backward"
         return "optimizer" if self._workload.custom_step is None else None
 
     def _begin(self, phase: StepPhase, loss: Tensor | None) -> None:
-        """Only what belongs to the forward that is measured, and to its backward, is recorded."""
+        """Begins to record with the measured forward, and its backward."""
         self.paused = phase not in ("forward", "backward")
         if phase == "backward":
             if loss is not None:
@@ -309,7 +310,7 @@ class StepRecorder(TorchDispatchMode):
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def access(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Access:
-        """What an op is about to read and write."""
+        """Returns the storages that an op is about to read and write."""
         table, versions, traits = self.trace.storages, self._versions, traits_of(op)
         skipped = {0} if traits.shape_only else set()
         renewed = set(traits.statistics) if traits.renews_statistics(args) else set()
@@ -328,7 +329,7 @@ class StepRecorder(TorchDispatchMode):
         return access
 
     def _note_filled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of what has been saved since the last op, what this one writes to: other parts of its storage are none."""
+        """Marks tensors saved since the last op that this one writes to; other parts of their storages do not count."""
         written = [ShownElements.of(t) for t in traits_of(op).writes(args, kwargs) if has_storage(t)]
         for save, saved in self._just_saved:
             save.filled_late = any(saved.meets(elements) for elements in written)
@@ -393,7 +394,7 @@ class StepRecorder(TorchDispatchMode):
 
 @contextmanager
 def _lists_noted(note: Callable[[Tensor, Any], None]) -> Iterator[None]:
-    """Inside, ``note`` is called with each tensor of which Python reads a list, and with the list: no op shows that."""
+    """Has ``note`` called inside with each tensor of which Python reads a list, and with the list: no op shows that."""
     own, before = Tensor.tolist, vars(Tensor).get("tolist")
 
     def read(tensor: Tensor) -> Any:
@@ -436,8 +437,8 @@ def _note_hidden(trace: Trace, loss: Tensor) -> None:
     They are attributes of its context, as in bitsandbytes' 8-bit layers.
 
     Args:
-        trace: of the forward.
-        loss: with its graph; backward has not begun.
+        trace: the trace of the forward.
+        loss: the loss with its graph; backward has not begun.
     """
     for node in graph_nodes(loss):
         hidden = trace.storages.numbers(tensors_in(getattr(node, "__dict__", {}))) - trace.always_alive
@@ -451,7 +452,7 @@ def _note_hidden(trace: Trace, loss: Tensor) -> None:
 
 
 class _CallChanges:
-    """What a call changes besides its output: its inputs, random generators, buffers and parameters."""
+    """The changes of a call besides its output: of inputs, random generators, buffers and parameters."""
 
     def __init__(self, module: nn.Module, arguments: Any, persistent: list[Tensor]) -> None:
         self._module = module
@@ -485,7 +486,7 @@ class _CallChanges:
         )
 
     def side_effect(self) -> str:
-        """What else it changed that a second run would change again; empty for nothing."""
+        """Returns the other changes that a recomputation would repeat, in words; empty for none."""
         if _were_changed(self._others):
             return "it changes a parameter, or a buffer of another module"
         if any(not is_dense(self._buffers[name][0]) for name in self.changed_buffers()):
@@ -524,9 +525,9 @@ def trace_compiled(workload: Workload, trace: Trace, calls: Sequence[Call]) -> t
     where the old ones stood among them.
 
     Args:
-        workload: its model is compiled, or something in it.
-        trace: of the same step, uncompiled.
-        calls: those to record; none inside of another.
+        workload: a workload whose model is compiled, or something in it.
+        trace: the trace of the same step, uncompiled.
+        calls: the calls to record; none inside of another.
 
     Raises:
         ValueError: the compiled step does not make such a call.

@@ -54,10 +54,10 @@ def between_graphs(wrapper: Callable[[Forward], Forward], forward: Forward, modu
     """``wrapper(forward)`` for compiled and uncompiled callers.
 
     Args:
-        wrapper: makes the function that runs in place of a forward.
+        wrapper: the function that makes the one that runs in place of a forward.
         forward: the module's own; the wrapper gets it as a ``CompiledForward``
             where compiled code calls.
-        module: whose forward it is.
+        module: the module of the forward.
         what: said where the compiler was told to make one graph of everything.
     """
     plain = wrapper(_uncompiled_under_modes(forward))
@@ -146,7 +146,7 @@ def uncompiled(forward: Forward) -> Forward:
 
 
 def _uncompiled_under_modes(forward: Forward) -> Forward:
-    """What Dynamo meets under a dispatch mode it never compiles again: it skips the code object for good."""
+    """Keeps Dynamo from code under a dispatch mode: it would skip the code object for good."""
     bare = uncompiled(forward)
 
     def call(*args: Any, **kwargs: Any) -> Any:

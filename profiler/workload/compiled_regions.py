@@ -37,9 +37,9 @@ def region_of(module: nn.Module) -> Region:
 
 
 def compiled_region(region: Region) -> Region:
-    """What a region's last call ran, without asking Dynamo what fits: code for other sizes may fit as well by now.
+    """Returns the code of a region's last call without asking Dynamo which fits: code for other sizes may fit by now.
 
-    What one code saves for backward need not be what another expects there.
+    The tensors that one code saves for backward need not be those that another expects there.
     """
     from torch._dynamo import config
     from torch._dynamo.eval_frame import skip_code

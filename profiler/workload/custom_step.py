@@ -37,19 +37,19 @@ class CustomStep:
     that reaches such a call.
 
     Args:
-        function: runs the step; takes nothing.
-        model: that it trains.
+        function: the function without arguments that runs the step.
+        model: the model that it trains.
 
     Attributes:
-        replays: of the iterators that it takes from, while it is measured.
-        measured: which of the forwards is measured.
-        forwards: how many the last run had.
+        replays: the stand-ins of the iterators that it takes from, while it is measured.
+        measured: the number of the forward that is measured.
+        forwards: the number of forwards in the last run.
         retains: whether backward went more than once through the graph of the measured one, in the last run.
         stepped: the optimizers whose step the last run called and did not skip.
-        result: what the last run returned; bound until the next one returns, as in ``loss = step()``.
+        result: the result of the last run; bound until the next one returns, as in ``loss = step()``.
         autocast: the type that autocast cast to in the last call of the model; None where it was off.
-        input_shapes: of the tensors that this call got.
-        input_elements: of each forward, how many elements the tensors had that calls of the model got.
+        input_shapes: the shapes of the tensors that this call got.
+        input_elements: the number of elements, for each forward, of the tensors that calls of the model got.
     """
 
     def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
@@ -69,8 +69,8 @@ class CustomStep:
         """Run the step.
 
         Args:
-            begin: as ``on_phase`` of ``Workload.step``.
-            before_update: is told of each optimizer that is about to step.
+            begin: called as ``on_phase`` of ``Workload.step``.
+            before_update: called with each optimizer that is about to step.
 
         Returns:
             The loss: what the function returns where that is a number, else what backward began from.
@@ -107,7 +107,7 @@ class CustomStep:
 
 
 class _Watch:
-    """What is under way in one run."""
+    """The state of one run."""
 
     def __init__(self, step: CustomStep, begin: Begin) -> None:
         self._step, self._begin = step, begin
@@ -133,7 +133,7 @@ class _Watch:
         self._begin("forward" if self._is_measured else "evaluation", None)
 
     def called(self, forward: Forward) -> Forward:
-        """In place of the model's forward."""
+        """Returns the function that runs in place of the model's forward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside or not (self._step.model.training and torch.is_grad_enabled()):
@@ -159,7 +159,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def backward(self, roots: Sequence[Any]) -> Iterator[None]:
-        """Around a run of the autograd engine."""
+        """Surrounds a run of the autograd engine."""
         root = next((root for root in roots if self._reaches_the_model(root)), None)
         if root is None:
             yield
@@ -204,7 +204,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _backward_seen(around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, what runs the autograd engine is called within ``around(roots)``, but for calls within another one."""
+    """Has calls of the autograd engine inside run within ``around(roots)``, but for calls within another one."""
     autograd: Any = torch.autograd
     # ``Tensor.backward`` calls the first. The last one is seen where a module holds a reference to the others.
     plain = {name: getattr(autograd, name) for name in ("backward", "grad", "_engine_run_backward")}
@@ -289,7 +289,7 @@ def kept_by_nodes(outputs: list[Tensor]) -> list[Tensor]:
 
 
 def _still_saved(node: Any) -> list[Any]:
-    """What autograd holds for a node's backward, as hooks have packed it; nothing once that has been."""
+    """Returns the tensors that autograd holds for a node's backward, as hooks have packed them; none after it."""
     try:
         values = [getattr(node, name) for name in _saved_by(type(node))]
     except RuntimeError:  # Of a function of the user's own, after its backward.

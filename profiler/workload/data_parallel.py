@@ -40,7 +40,7 @@ def end_of_step(model: nn.Module) -> None:
 
 
 def unsharded_tensors(model: nn.Module) -> list[Tensor]:
-    """Where the parameters lie while they are gathered: the same storages in every step, without memory in between."""
+    """Returns the tensors that hold gathered parameters: the same storages in every step, without memory in between."""
     return [tensor for group in _groups(states_in(model)) for param in group.fsdp_params for tensor in _gathers(param)]
 
 
@@ -125,7 +125,7 @@ def in_flight_bytes(states: Iterable[Any]) -> int:
 
 
 def latest_reduction(states: Iterable[Any]) -> Tensor | None:
-    """What the gradients of the last unit that went backward were laid out in to be reduced, as long as it is held."""
+    """Returns the buffer from which the gradients of the last unit were reduced, as long as it is held."""
     for state in states:
         held = state._comm_ctx.__dict__.get("reduce_scatter_states")
         return held[-1].reduce_scatter_input if held else None
@@ -133,12 +133,12 @@ def latest_reduction(states: Iterable[Any]) -> Tensor | None:
 
 
 class CopiesOfThreads:
-    """Copies of reduced gradients that gloo's threads may still hold: each lets go of its own as it comes to run again.
+    """Copies of reduced gradients that gloo's threads may still hold: each lets go of its own in its next run.
 
-    Where parameters are gathered in between, one of the threads has run again. Where none are, both may hold theirs.
+    Where parameters are gathered in between, one of the threads has run since. Where none are, both may hold theirs.
 
     Args:
-        states: of the units.
+        states: the states of the units.
     """
 
     _THREADS = 2  # of a process group
@@ -245,7 +245,7 @@ def casts_as_unit(module: nn.Module, arguments: Iterable[Tensor]) -> bool:
 
 @contextmanager
 def running_sharding() -> Iterator[None]:
-    """Inside, ops are the sharding's own."""
+    """Marks ops inside as the sharding's own."""
     before = SHARDING.get()
     try:
         SHARDING.set(True)
@@ -256,7 +256,7 @@ def running_sharding() -> Iterator[None]:
 
 @contextmanager
 def told_when_gathered(told: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Inside, a function is told of each patched unit whose parameters have come, before its forward."""
+    """Calls a function with each patched unit whose parameters have come inside, before its forward."""
     before = _GATHERED.get()
     try:
         _GATHERED.set(told)
@@ -265,7 +265,7 @@ def told_when_gathered(told: Callable[[nn.Module], None]) -> Iterator[None]:
         _GATHERED.set(before)
 
 
-# Second runs -----------------------------------------------------------------
+# Recomputation ---------------------------------------------------------------
 
 
 class StageUnits:
@@ -273,7 +273,7 @@ class StageUnits:
 
     Args:
         module: the stage.
-        states: of all units there are.
+        states: the states of all units.
 
     Attributes:
         inside: whether there are units inside the stage besides itself.
@@ -295,7 +295,7 @@ class StageUnits:
         return id(module) in self._managed
 
     def gathered(self) -> AbstractContextManager[Any]:
-        """Inside, a second run of the stage finds its parameters; on leaving, all is as it was on entering.
+        """Has a recomputation inside find its parameters; on leaving, all is as it was on entering.
 
         Units inside are gathered as they are called, and given back, as in forward. The hooks do as they do for
         torch's own checkpoints: they neither prefetch nor expect a backward of this run. What is gathered already, or
@@ -445,7 +445,7 @@ def bucket_bytes(model: nn.Module) -> int:
 
 
 def _used_map_bytes(wrapper: Any, parameters: int) -> int:
-    """Of a flag for each parameter, whether it was used: a table in host memory, and another one on the device."""
+    """Returns the bytes of the flags of used parameters: a table in host memory, and another one on the device."""
     if not (wrapper.static_graph or wrapper.find_unused_parameters):
         return 0
     return 4 * parameters * (2 if wrapper.device.type == "cpu" else 1)
@@ -475,7 +475,7 @@ def buckets_restored(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _made_anew(wrapper: Any) -> None:
-    """As the wrapper does it where it is made, and where it is unpickled."""
+    """Makes the buckets as the wrapper does it where it is made, and where it is unpickled."""
     wrapper.reducer._remove_autograd_hooks()
     parameters, expect_sparse_gradient = wrapper._build_params_for_reducer()
     names = wrapper._build_debug_param_to_name_mapping(parameters)

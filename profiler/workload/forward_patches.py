@@ -25,8 +25,8 @@ class PatchedForward:
 
     Attributes:
         plain: the forward of before.
-        installed: what is to stand in the module's place of it: a method where that is one, with its signature.
-        counts: for ``is_patched``.
+        installed: the function to put in the forward's place: a method where that is one, with its signature.
+        counts: whether ``is_patched`` counts it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PatchedForward:
         self._run, self.installed = self.plain, None  # No circle is left that would hold the module.
 
     def _acting(self) -> Forward:
-        """What a call runs: an export cannot trace into the wrapper, and what it exports is the model without it."""
+        """The function that a call runs: an export cannot trace into the wrapper, and exports the model without it."""
         return self.plain if torch.compiler.is_exporting() else self._run
 
     def _as_method(self, module: nn.Module) -> Forward:
@@ -62,7 +62,7 @@ class PatchedForward:
         return self._dressed(forward, self.plain)
 
     def _dressed(self, forward: Any, plain: Forward) -> Any:
-        """With the name, docstring, annotations and signature of the plain one."""
+        """Gives a function the name, docstring, annotations and signature of the plain one."""
         functools.update_wrapper(forward, plain, updated=())
         with contextlib.suppress(TypeError, ValueError):  # Code in C has none.
             forward.__signature__ = inspect.signature(plain)
@@ -77,7 +77,7 @@ def plain_forward(module: Any) -> Forward:
 
 
 def users_forward(forward: Any) -> Any:
-    """What the user's own forward calls, whatever module it is bound to, below all patches."""
+    """Returns the user's own forward, whatever module it is bound to, below all patches."""
     while (plain := getattr(forward, "plain", None)) is not None:
         forward = plain
     return getattr(forward, "__func__", forward)
@@ -227,7 +227,7 @@ _COPIED = _CopiedModules()
 
 
 def _reduced(module: nn.Module) -> Any:
-    """What a copy is made of: as without the entry in ``copyreg``, but for the patch."""
+    """Returns the parts of a copy: as without the entry in ``copyreg``, but for the patch."""
     value = module.__reduce_ex__(4)
     patch = patch_of(module.__dict__.get("forward"))
     if patch is None or not isinstance(value, tuple) or len(value) < 3:

@@ -127,7 +127,7 @@ _PROBES: dict[torch.device, torch.Tensor] = {}  # parameters without elements
 
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
-    """What autocast casts to at this moment; None outside of it, and on devices that know none."""
+    """Returns the type that autocast casts to at this moment; None outside of it, and on devices that know none."""
     known = torch.amp.is_autocast_available(device.type)
     return torch.get_autocast_dtype(device.type) if known and torch.is_autocast_enabled(device.type) else None
 
@@ -142,7 +142,7 @@ def types_part(precision: str) -> str:
 
 
 def autocast_part(precision: str) -> torch.dtype | None:
-    """What autocast casts to; None where it does not.
+    """Returns the type that autocast casts to; None where it does not.
 
     >>> autocast_part("float32, autocast float16, compiled"), autocast_part("float32")
     (torch.float16, None)
@@ -176,7 +176,7 @@ class ModelCaches:
     A cache keeps every layer's keys and values in the output, and a recomputed layer would add its own twice.
 
     Args:
-        model: whose modules are looked through, once.
+        model: the model whose modules are looked through, once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -186,7 +186,7 @@ class ModelCaches:
 
     @contextlib.contextmanager
     def off(self, given: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Inside, training calls build none, as under transformers' own checkpointing; the first one warns.
+        """Has training calls inside build none, as under transformers' own checkpointing; the first one warns.
 
         Args:
             given: the keyword arguments of a call; one that brings a cache along is left as it is.
@@ -222,5 +222,5 @@ def check_no_checkpointing(model: nn.Module, who: str) -> None:
             off = off or "set_grad_checkpointing(False)"
             raise ValueError(
                 f"{who}: expected a model without checkpointing of its own, got it switched on"
-                f"{f' in {name!r}' if name else ''}; call model.{off}: the plan chooses what runs again"
+                f"{f' in {name!r}' if name else ''}; call model.{off}: the plan chooses what is recomputed"
             )

@@ -32,7 +32,7 @@ def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps beside states and groups; of its hooks nothing, which are of any purpose."""
+    """Returns the attributes of an optimizer beside states and groups; none of its hooks, which are of any purpose."""
     beside = ("state", "param_groups", "defaults")
     return {k: v for k, v in vars(optimizer).items() if k not in beside and not k.startswith("_optimizer_")}
 
@@ -85,7 +85,7 @@ def optimizer_names(optimizers: Iterable[torch.optim.Optimizer]) -> str:
 
 
 def stepped_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """What they step, group by group, each once."""
+    """Returns the parameters of the optimizers, group by group, each once."""
     groups = [group for each in with_inner(optimizers) for group in each.param_groups]
     return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
@@ -137,5 +137,5 @@ def fill_history(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler | None) -> list[Tensor]:
-    """What a scaler holds from step to step: nothing before it was used."""
+    """Returns the tensors that a scaler holds from step to step: none before it was used."""
     return [] if scaler is None else [value for value in vars(scaler).values() if isinstance(value, Tensor)]

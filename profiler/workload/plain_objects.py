@@ -1,4 +1,4 @@
-"""Which objects are opened, to remember what is in them; and containers by what they are made of, whatever they do."""
+"""Decides which objects are opened, to remember their contents; reads and refills containers past their methods."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _is_of_its_module(kind: type) -> bool:
 
 
 def in_slots(value: Any) -> tuple[Any, ...]:
-    """What the slots of an object hold now."""
+    """Returns the contents of an object's slots."""
     return tuple(_in_slot(value, name) for name in slots_of(type(value)))
 
 
@@ -121,7 +121,7 @@ def _kind_of(container: Any) -> Any:
 
 
 def copied(container: Any) -> Any:
-    """What is in a container, in one of Python's own."""
+    """Returns the contents of a container, in one of Python's own."""
     kind = type(container)
     if kind is dict or kind is list:  # As nearly always.
         return container.copy()
@@ -186,14 +186,14 @@ def _refill_dict(container: Any, contents: dict[Any, Any], base: Any) -> None:
 
 
 class GrowingContainer:
-    """A list or dict of too many items to be copied: how long it is before a first run, and both its ends.
+    """A list or dict of too many items to be copied: its length before a first run, and both its ends.
 
     Args:
-        name: of the attribute, for messages.
-        container: with an item at least.
+        name: the name of the attribute, for messages.
+        container: a list or dict with an item at least.
 
     Attributes:
-        shown: what it is, for messages.
+        shown: its description, for messages.
     """
 
     __slots__ = ("_base", "_container", "_ends", "_length", "shown")

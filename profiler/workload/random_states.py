@@ -54,7 +54,7 @@ def _set_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def drawing_from_all(recorded: Sequence[RecordedState]) -> Iterator[None]:
-    """Inside, random numbers come as they did when states were recorded; on leaving, the generators are as before."""
+    """Draws random numbers inside as when the states were recorded; on leaving, the generators are as before."""
     now = [(device, _read(device, _state_on(device))) for device, _ in recorded]
     try:
         for device, state in recorded:
@@ -77,9 +77,9 @@ class _Generator:
     """A global generator, and the state that was read last, which stages share as long as nobody draws.
 
     Args:
-        read, write: its state, as its library has it.
+        read, write: the functions that read and write its state, as its library has it.
         current: the generator as an object.
-        address: of such an object's words in memory; None where it has none.
+        address: the function that tells where such an object's words lie; None where it has none.
         packed: the words of a state as they should lie there.
         holds_a_normal: whether of a state the second number of a pair is still to be given out, which changes no word.
     """
@@ -174,7 +174,7 @@ _PYTHON = _Generator(
 
 
 class HostRandomness:
-    """Both states as they are now; as a context, both generators give the same numbers again, and go on afterwards."""
+    """Both states as they are now; as a context, both generators repeat their numbers, and go on afterwards."""
 
     __slots__ = ("_now", "_numpy", "_python")
 

@@ -1,7 +1,7 @@
-"""What can be reached from a step: one walk, for what is put back after measuring and for whose bytes count.
+"""Finds the objects that can be reached from a step: one walk, to restore them after measuring and to count bytes.
 
-What something refers to by names can be read and written in one way (``Space``), be it attributes, slots, variables of
-a closure, globals or arguments: values are put back there, and iterators are replaced.
+The references that an object holds by names can be read and written in one way (``Space``), be they attributes, slots,
+variables of a closure, globals or arguments: values are put back there, and iterators are replaced.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reached(list[Any]):
     """Everything that was reached, each once, the nearest first.
 
     Attributes:
-        names: that the code of reached functions uses.
+        names: the names that the code of reached functions uses.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def reached_from(*roots: Any, through_iterators: bool = True) -> Reached:
     has one of these names. Nothing of the user's is called: no property, no ``__len__`` and no ``__eq__``.
 
     Args:
-        roots: to begin at.
+        roots: the objects to begin at.
         through_iterators: whether what is behind generators and other iterators counts.
     """
     reached, known, spaces = Reached(), set[int](), dict[Any, set[str]]()
@@ -142,7 +142,7 @@ def tensors_held(tree: Any) -> list[Tensor]:
 
 @cached_by_identity
 def _how_to_open(kind: type) -> Callable[[Any], Iterable[Any]] | None:
-    """What tells the contents of values of a type; None where they have none that matter."""
+    """Returns the function that lists the contents of values of a type; None where they have none that matter."""
     for known, contents in _CONTENTS:
         if issubclass(kind, known):
             return contents
@@ -204,7 +204,7 @@ def is_plain_tensor(value: Any) -> bool:
 
 
 def _of_tensor(tensor: Tensor) -> Iterable[Any]:
-    """What a tensor carries besides its values: attributes, a gradient, the functions of its hooks."""
+    """Returns what a tensor carries besides its values: attributes, a gradient, the functions of its hooks."""
     if not is_plain_tensor(tensor):
         return
     yield from (attributes_of(tensor) or {}).values()
@@ -248,7 +248,7 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def in_cell(cell: types.CellType) -> Iterator[Any]:
-    """What is in a variable of a closure; nothing before it is set."""
+    """Yields the value of a variable of a closure; nothing before it is set."""
     try:
         yield cell.cell_contents
     except ValueError:
@@ -309,7 +309,7 @@ def own_spaces(value: Any) -> list[Any]:
 
 
 class Space(NamedTuple):
-    """What something refers to by names: how all of it is read, and how one name is written, or taken out."""
+    """The named references of an object: functions that read all of them, and that write or delete one name."""
 
     read: Callable[[], dict[Any, Any]]
     write: Callable[[Any, Any], object]
@@ -321,7 +321,7 @@ def _stays(_: Any) -> None:
 
 
 def spaces_of(holder: Any) -> Iterator[Space]:
-    """What something refers to, but for the items of containers and what its class holds."""
+    """Yields the references of an object, but for the items of containers and those of its class."""
     if isinstance(holder, types.CellType):
         put = functools.partial(setattr, holder, "cell_contents")
         yield Space(lambda: dict(enumerate(in_cell(holder))), lambda _, value: put(value), _stays)
@@ -365,7 +365,7 @@ def attributes_space(owner: Any, ignored: Collection[str] = ()) -> Iterator[Spac
 
 
 def named_space(owner: Any, names: Collection[str]) -> Space:
-    """What code names in a class or a module of the user's own; functions are no state."""
+    """Returns the space of the names that code uses in a user's class or module; functions are no state."""
 
     def read() -> dict[str, Any]:
         named = ((name, vars(owner)[name]) for name in vars(owner).keys() & names)
@@ -408,7 +408,7 @@ def _note_spaces(value: Any, spaces: dict[Any, set[str]]) -> None:
 
 
 def _named_in(space: Any, taken: set[str], names: set[str]) -> list[Any]:
-    """What in a class or module of the user's own has one of these names, and was not told before."""
+    """Returns the contents of a user's class or module that have one of these names and were not returned before."""
     found = (vars(space).keys() & names) - taken
     taken |= found
     return [vars(space)[name] for name in found]

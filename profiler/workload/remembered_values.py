@@ -45,7 +45,8 @@ class Snapshot:
 
     Args:
         value: anything; what is no plain data is put back as the same object, whatever happened to it.
-        memories: of tensors that others have copied, by their ids; None of those whose values others put back.
+        memories: the copies of tensors that others have copied, by their ids; None for those whose values others put
+            back.
         most_items: containers of more are taken as objects.
         keeps: tensors and containers are kept alive; without, they are made anew where they are gone.
     """
@@ -86,7 +87,7 @@ class Snapshot:
         return id(now) == self._identity and type(now) is self._type
 
     def _filled_again(self, value: Any, remember: Callable[[Any], Snapshot], depth: int) -> Callable[[Any], Any]:
-        """The same container, whatever stands in its place; of long ones only which items it has."""
+        """Refills the same container, whatever stands in its place; for long ones only their own items count."""
         contents = copied(value)
         if len(contents) > MOST_ITEMS or not depth or isinstance(contents, set):
             return lambda _: (value, refill(value, contents))[0]
@@ -188,11 +189,11 @@ def _tensor(value: Tensor, memories: Memories, keeps: bool) -> Callable[[Any], A
 
 
 def remembered_space(space: Space, memories: Memories | None = None, *, keeps: bool = False) -> Callable[[], None]:
-    """What is in a space (attributes, say); the returned function puts it back, and takes out what has come since.
+    """Remembers a space (attributes, say); the returned function puts it back, and deletes names that have come since.
 
     Args:
-        space: of anything.
-        memories, keeps: as for ``Snapshot``.
+        space: the named references of any object.
+        memories, keeps: arguments as for ``Snapshot``.
     """
     remembered = {name: Snapshot(value, memories, keeps=keeps) for name, value in space.read().items()}
 

@@ -18,7 +18,7 @@ def _moved(random: RandomState) -> bool:
 
 
 class _Item:
-    """What was taken: a value, or the end; with the random states before and after, where it drew numbers."""
+    """A taken item: a value, or the end; with the random states before and after, where it drew numbers."""
 
     def __init__(
         self, value: Any, put_back: Callable[[], object], drew: tuple[RandomState, RandomState] | None
@@ -35,7 +35,7 @@ class ReplayedIterator:
     """Stands in the place of an iterator.
 
     Args:
-        source: that it takes from.
+        source: the iterator that it takes from.
         shared: whether others hold the source, too, who would miss what is taken here.
     """
 
@@ -47,7 +47,7 @@ class ReplayedIterator:
         self._remember: Any = None
 
     def begin(self, remember: Callable[[Any], Callable[[], object]]) -> None:
-        """From now on items are remembered; ``remember`` gives the way back for what is in a value."""
+        """Remembers items from now on; ``remember`` returns the function that restores the contents of a value."""
         self._starts.append(self._position)
         self._remember = remember
 
@@ -65,7 +65,7 @@ class ReplayedIterator:
 
     @property
     def held(self) -> list[Any]:
-        """What it holds: the source, and what is to be given again."""
+        """Its contents: the source, and the items to be given again."""
         return [self.source, *(item.value for item in self._items)]
 
     def __iter__(self) -> Iterator[Any]:

@@ -79,7 +79,7 @@ def preserved(workload: Workload) -> Iterator[None]:
 
 @contextmanager
 def _replaying(step: CustomStep) -> Iterator[None]:
-    """Inside, each step gets the same items of the iterators that it takes from; afterwards they come again."""
+    """Gives each step inside the same items of the iterators that it takes from; afterwards they come again."""
     before = step.replays
     step.replays, end = _replace_iterators(step.function)
     for replay in step.replays:
@@ -126,7 +126,7 @@ def _replace_iterators(*roots: Any) -> tuple[list[ReplayedIterator], Callable[[]
 
 
 def _item_restore(value: Any) -> Callable[[], None]:
-    """For an item that steps get again, which one may have changed; its tensors stay where a meter moved them to."""
+    """Returns the function that restores an item that steps get again; its tensors stay where a meter moved them to."""
     back, reached = Restoring(), reached_from(value)
     tensors = tensors_of(reached)
     memories: Memories = dict.fromkeys(map(id, tensors))
@@ -206,14 +206,14 @@ def _remember(workload: Workload, back: Restoring) -> None:
 
 
 def _functions(workload: Workload) -> list[Any]:
-    """What is run that is no module, and the batch that it is run on."""
+    """Returns the functions of a step that are no modules, and the batch that they run on."""
     step = [] if workload.custom_step is None else [workload.custom_step.function]
     loss = [] if workload.loss is None or isinstance(workload.loss, nn.Module) else [workload.loss]
     return [*step, *loss, workload.inputs]
 
 
 def modules_of(workload: Workload) -> dict[nn.Module, str]:
-    """The modules of model and loss, with what to call them."""
+    """Returns the modules of model and loss, each with its name in messages."""
     roots = [("model", workload.model), *([("loss", workload.loss)] if isinstance(workload.loss, nn.Module) else [])]
     if workload.custom_step is not None:
         reached = reached_from(workload.custom_step.function)
@@ -226,14 +226,14 @@ def modules_of(workload: Workload) -> dict[nn.Module, str]:
 
 
 def remember_modules(modules: Mapping[nn.Module, str], back: Restoring, memories: Memories | None = None) -> set[int]:
-    """All that modules hold but the values of their parameters: buffers, flags, attributes, what is registered.
+    """Remembers all contents of modules but the values of their parameters: buffers, flags, attributes, registrations.
 
-    What can be reached from them, too, and modules that are registered nowhere.
+    Objects that can be reached from them are remembered, too, and modules that are registered nowhere.
 
     Args:
-        modules: with what to call them.
+        modules: the modules, each with its name in messages.
         back: to which the ways back are added.
-        memories: as for ``Snapshot``.
+        memories: the same as for ``Snapshot``.
 
     Returns:
         The ids of all that was remembered.
@@ -270,13 +270,13 @@ def remember_modules(modules: Mapping[nn.Module, str], back: Restoring, memories
 def remember_reached(
     reached: Iterable[Any], names: Collection[str], back: Restoring, memories: Memories, *, keeps: bool = False
 ) -> None:
-    """What everything that was reached refers to, but for modules: attributes, slots, variables, globals, arguments.
+    """Remembers the references of all reached objects but modules: attributes, slots, variables, globals, arguments.
 
     Args:
-        reached: by ``reached_from``.
-        names: that reached code uses: of classes and modules of the user's own nothing else is remembered.
+        reached: the objects that ``reached_from`` has found.
+        names: the names that reached code uses: nothing else of the user's own classes and modules is remembered.
         back: to which the ways back are added.
-        memories, keeps: as for ``Snapshot``.
+        memories, keeps: the same as for ``Snapshot``.
     """
     seen: set[int] = set()
     for value in reached:
@@ -308,19 +308,19 @@ def _remember_space(what: str, space: Space, back: Restoring, memories: Memories
 def _remember_attributes(
     what: str, owner: Any, ignored: Collection[str], back: Restoring, memories: Memories | None = None
 ) -> None:
-    """What an object keeps on itself, but for some names: counters, hidden states, caches of tensors."""
+    """Remembers the attributes of an object, but for some names: counters, hidden states, caches of tensors."""
     for space in attributes_space(owner, ignored):
         _remember_space(what, space, back, {} if memories is None else memories, keeps=False)
 
 
 def _in_place(value: Any, memories: Memories, *, keeps: bool = False) -> Callable[[], object]:
-    """For what is in a value that stays where it is."""
+    """Returns the function that restores the contents of a value that stays where it is."""
     remembered = Snapshot(value, memories, keeps=keeps)
     return lambda: remembered.put_back(value)
 
 
 def _gradient_held(parameter: Tensor) -> Callable[[], object]:
-    """For the gradient of a parameter that no step takes away."""
+    """Returns the function that restores the gradient of a parameter that no step takes away."""
     gradient = parameter.grad
     held = (lambda: None) if gradient is None else _held(gradient)
     return lambda: (held(), _set_gradient(parameter, gradient))
@@ -333,7 +333,7 @@ def _held(tensor: Tensor) -> Callable[[], object]:
 
 
 def _registered(module: nn.Module) -> Callable[[], None]:
-    """Which parameters, buffers, modules and hooks a module has, and its flags."""
+    """Returns the function that restores which parameters, buffers, modules, hooks and flags a module has."""
     own = {name: value for name, value in vars(module).items() if name in OF_MODULES}
     tables = [(value, copied(value)) for value in own.values() if base_of(type(value)) is not None]
     training = module.training
@@ -351,7 +351,7 @@ def _registered(module: nn.Module) -> Callable[[], None]:
 def _named_parameters(
     workload: Workload, modules: Mapping[nn.Module, str], reached: Iterable[Tensor]
 ) -> list[tuple[str, Tensor]]:
-    """Those of the modules, of the optimizer and the tensors of the inputs, each once."""
+    """Returns the parameters of the modules and the optimizer, and the tensors of the inputs, each once."""
     named = [(f"{name}.{leaf}", p) for m, name in modules.items() for leaf, p in m._parameters.items() if p is not None]
     named += [("a parameter of the optimizer or the loss", p) for p in workload.parameters_beside()]
     named += [("an input", tensor) for tensor in tensors_held(workload.inputs)]
@@ -368,7 +368,7 @@ def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def _optimizer_restore(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """For the states of an optimizer, its groups and their settings."""
+    """Returns the function that restores the states of an optimizer, its groups and their settings."""
     state = Snapshot(optimizer.state, most_items=math.inf)
     together = optimizer.param_groups
     groups = [(group, dict(group), [*group["params"]]) for group in together]

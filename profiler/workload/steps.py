@@ -58,8 +58,8 @@ def first_step(workload: Workload, run: Callable[[OnPhase], object] | None = Non
     """Run a step to warm up, and bring the optimizers' states to the size that they stay at.
 
     Args:
-        workload: whose step it is.
-        run: runs the step, and tells of its phases; None for the workload's own way.
+        workload: the workload of the step.
+        run: the function that runs the step, and tells of its phases; None for the workload's own way.
 
     Raises:
         ProfileError: as ``checked_step``, or an optimizer steps nothing of this model.
@@ -82,7 +82,7 @@ def first_step(workload: Workload, run: Callable[[OnPhase], object] | None = Non
 
 
 def _ignore(phase: StepPhase, loss: Tensor | None) -> None:
-    """What a phase begins is of no interest."""
+    """Ignores the beginning of a phase."""
 
 
 class _UnknownOptimizers:
@@ -151,7 +151,7 @@ def checked_step(workload: Workload, run: Callable[[], Result]) -> Result:
 
 
 def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
-    """What ``run``, a whole step, returns the first time that the optimizer's step is a part of it.
+    """Calls ``run``, a whole step, until the optimizer's step is a part of it; returns the last result.
 
     Raises:
         ProfileError: the scaler leaves it out however small the scale becomes, or a custom step has none.
@@ -217,7 +217,7 @@ def gradient_bytes(workload: Workload) -> int:
 
 
 def states_bytes(workload: Workload, resident: ResidentBytes) -> int:
-    """Of what is there between two steps, what is so whatever the batch; with a gradient for each trained parameter."""
+    """Returns the bytes between steps that do not depend on the batch, with a gradient for each trained parameter."""
     trained_bytes = distinct_bytes(p for p in workload.model.parameters() if p.requires_grad)
     return resident.total - resident.inputs - resident.loop - resident.gradients + trained_bytes
 
@@ -234,14 +234,14 @@ def kept_in_attributes(workload: Workload) -> list[Tensor]:
 
 
 def held_by_loop(workload: Workload) -> list[Tensor]:
-    """What loop and graphs hold of the last step, but for tensors that are counted as something else."""
+    """Returns the tensors of the last step that loop and graphs hold, but for those counted as something else."""
     counted = {storage_key(tensor) for tensor in [*kept_in_attributes(workload), *beside_the_inputs(workload)]}
     held = [*_not_counted(workload, workload.held_by_loop), *held_by_nodes(workload)]
     return [t for t in held if storage_key(t) not in counted]
 
 
 def held_by_nodes(workload: Workload) -> list[Tensor]:
-    """What the graph of the last step still keeps, but for tensors that are counted as something else.
+    """Returns the tensors that the graph of the last step still keeps, but for those counted as something else.
 
     The graph is held by what the loop refers to, and by what modules keep as plain attributes.
     """
@@ -249,13 +249,13 @@ def held_by_nodes(workload: Workload) -> list[Tensor]:
 
 
 def beside_the_inputs(workload: Workload) -> list[Tensor]:
-    """What belongs to the batch and is not given to the model: targets that the loss refers to."""
+    """Returns the tensors of the batch that are not given to the model: targets that the loss refers to."""
     counted = {storage_key(tensor) for tensor in kept_in_attributes(workload)}
     return [t for t in _not_counted(workload, workload.held_by_loss) if storage_key(t) not in counted]
 
 
 def _not_counted(workload: Workload, tensors: list[Tensor]) -> list[Tensor]:
-    """Those of the workload's device that are no parameters, gradients, buffers, states of an optimizer or inputs."""
+    """Returns the tensors on the workload's device that are counted neither as states nor as inputs."""
     counted = [*workload.with_gradients(), *tensors_held(workload.inputs)]
     counted += [parameter.grad for parameter in counted if parameter.is_leaf and parameter.grad is not None]
     counted += [*_buffers(workload), *unsharded_tensors(workload.model)]
@@ -286,7 +286,7 @@ class TensorsOfState:
         self._first_buffers = [weakref.ref(buffer) for buffer in _buffers(workload)]
 
     def now(self) -> list[Tensor]:
-        """Those that are there now."""
+        """Returns the tensors that are there now."""
         first = {id(reference()) for reference in self._first_buffers}
         buffers = _buffers(self._workload)
         closed = [optimizer for optimizer in self._workload.optimizers if wants_closure(optimizer)]

@@ -15,7 +15,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class TensorMemory:
-    """What a tensor held and how it lay, without keeping it or its storage alive.
+    """The values of a tensor and its place in memory, without keeping it or its storage alive.
 
     Tensors without values (meta ones, parameters of lazy modules) are only known by their identity.
     """
@@ -33,7 +33,7 @@ class TensorMemory:
         """The tensor with its values written, or a new one where it is gone; None where it is gone for good.
 
         Args:
-            stays: where it lies elsewhere by now, in the same form, it stays there.
+            stays: whether a tensor that lies elsewhere by now, in the same form, stays there.
         """
         tensor = self._tensor()
         if tensor is None:
@@ -64,7 +64,7 @@ class TensorMemory:
 
 
 class _Placement:
-    """Where a tensor's values lay: its type, shape and, where it is dense, its storage."""
+    """The place of a tensor's values: its type, shape and, where it is dense, its storage."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device, self._dtype, self._form = tensor.device, tensor.dtype, _form(tensor)
@@ -138,7 +138,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Of dense tensors; zeros of both signs differ, and NaN is the same as itself."""
+    """Whether two dense tensors have the same bits; zeros of both signs differ, and NaN is the same as itself."""
     return left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
 
 

@@ -1,4 +1,4 @@
-"""What a tensor is made of in this process, and the bytes under it: its own part, its dense tensors, its storage.
+"""Finds the parts of a tensor in this process, and their bytes: the local part, dense tensors, storages.
 
 A distributed tensor holds a part here, and a result of a collective may still be under way. Tensors of other layouts
 (sparse, nested, wrapped ones) consist of dense tensors, which are read and written. Each storage has a number and
@@ -62,7 +62,7 @@ def collectives_under_way() -> int:
 
 
 def wait_for_results(tree: Any) -> Any:
-    """The same tree, once collectives that tensors in it come from are over: dropped before, they would never end."""
+    """Returns the tree once the collectives that its tensors come from are over: dropped early, they never end."""
     if collectives_under_way():
         for tensor in tensors_in(tree):
             while type(tensor) not in _PLAIN and (name := _attribute_of(type(tensor))):
@@ -118,7 +118,7 @@ def wrapped_in(tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def context_of(tensor: Any) -> Any:
-    """What a subclass that wraps tensors says of itself besides them."""
+    """Returns the context of a subclass that wraps tensors: all but these."""
     return tensor.__tensor_flatten__()[1]
 
 
@@ -142,7 +142,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for tensors over one storage, as long as it lives; a tensor without one (a sparse one) is its own."""
+    """Returns one number for all tensors over a storage, as long as it lives; a tensor without one has its own."""
     return storage_of(tensor)._cdata if has_storage(tensor) else id(tensor)
 
 
@@ -162,7 +162,7 @@ class ShownElements(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> ShownElements:
-        """Of a tensor that lies in one storage."""
+        """Makes the record of a tensor that lies in one storage."""
         own = local_part(tensor)
         sizes = tuple(size if stride else min(size, 1) for size, stride in zip(own.shape, own.stride(), strict=True))
         return cls(storage_key(own), own.element_size(), int(own.storage_offset()), sizes, own.stride())

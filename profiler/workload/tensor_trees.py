@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 def cached_by_identity(function: Callable[[Key], Value]) -> Callable[[Key], Value]:
-    """What a function returned for an object the first time, for as long as that object lives.
+    """Caches what a function returns for an object, for as long as that object lives.
 
     ``functools.cache`` would keep it for good: a class that is made inside a function, and all that its methods refer
     to. What the function returns must not refer to the object.
@@ -190,7 +190,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def in_new_containers(tree: Any) -> Any:
-    """The same tensors in containers of their own, which a call may add to."""
+    """Returns the same tensors in new containers, which a call may add to."""
     return map_tensors(lambda tensor: tensor, tree)
 
 
@@ -236,7 +236,7 @@ def contents_of(tree: Any, kind: type = Tensor) -> Any:
 
     Args:
         tree: a named tuple, a registered container, a dataclass or an object.
-        kind: of the leaves that are replaced.
+        kind: the type of the leaves that are replaced.
 
     Returns:
         Its items and attributes; None where the tree stays the very same object.
@@ -275,5 +275,5 @@ def without_tensors(tree: Any) -> Any:
 
 
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """What ``without_tensors`` made, with tensors in their slots again."""
+    """Returns the tree that ``without_tensors`` made, with tensors in their slots again."""
     return map_tensors(lambda slot: tensors[slot.number], tree, kind=TensorSlot)

@@ -1,4 +1,4 @@
-"""What torch keeps beside tensors and modules: flags that kernels read, autocast, the default device, its stacks.
+"""The state of torch beside tensors and modules: flags that kernels read, autocast, the default device, its stacks.
 
 They are read, set and put back; recorded in a first run, and reinstated for a recomputation, which may come after the
 contexts around the first have ended.
@@ -120,8 +120,8 @@ def current_flags() -> Callable[[], None]:
 _IN_MODE = tuple(name for name in vars(dispatch) if name.startswith("_is_in_") and type(vars(dispatch)[name]) is bool)
 
 
-class stacks_kept:  # a generator would take longer, and this is around every forward and every second run
-    """Where an error leaves this, modes, saved-tensor hooks and whether gradients are on are as on entering.
+class stacks_kept:  # a generator would take longer, and this is around every forward and recomputation
+    """Puts modes, saved-tensor hooks and the grad mode back as they were on entering where an error leaves this.
 
     Torch enters and leaves a mode in several lines of Python. An interrupt between two of them leaves on what no exit
     will ever take off, and under a mode nothing is compiled any more.
@@ -204,7 +204,7 @@ class TorchState:
         return _Reinstated(self)
 
 
-class _Reinstated:  # A class: a generator would be slower, and this surrounds every second run.
+class _Reinstated:  # A class: a generator would be slower, and this surrounds every recomputation.
     """Sets a recorded state, and restores on exit what was set on entry, even if the code inside ended early."""
 
     __slots__ = ("_before", "_contexts", "_recorded")
@@ -261,7 +261,7 @@ def _set_autocast(state: tuple[_Autocast, bool]) -> None:
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """Those that are active, the default device's among them."""
+    """Returns the active modes, the default device's among them."""
     return tuple(_C._get_function_stack_at(k) for k in range(_C._len_torch_function_stack()))
 
 
@@ -271,12 +271,12 @@ def _set_function_modes(modes: tuple[Any, ...]) -> None:
         return
     while _C._len_torch_function_stack():
         _C._pop_torch_function_stack()
-    for mode in modes:  # Without entering them again: they are no contexts of their own a second time.
+    for mode in modes:  # Without entering them again: they are no contexts of their own here.
         _C._push_on_torch_function_stack(mode)
 
 
 def _cached_parametrizations() -> dict[Any, Any] | None:
-    """What ``parametrize.cached()`` holds; None outside of it."""
+    """Returns the contents of ``parametrize.cached()``; None outside of it."""
     return dict(parametrize._cache) if parametrize._cache_enabled else None
 
 

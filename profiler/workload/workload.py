@@ -56,11 +56,11 @@ class Workload:
         scaler: scales the loss before backward, as float16 needs; where gradients
             come out inf or NaN the optimizer's step is left out, and the scale falls.
         clip_norm: the norm that the optimizers' gradients, unscaled, are clipped to, all together.
-        step: runs one whole training step as it is written in a loop: forward, backward, the optimizer's step and
-            clearing gradients, wherever they stand, with any number of micro-batches. What it refers to (its closure,
-            globals, the object of a method) is left as it was after measuring, and counts where it holds tensors.
-            Then there are no ``loss``, ``autocast``, ``accumulate``, ``scaler`` and ``clip_norm``, and ``inputs`` and
-            ``optimizer`` need not be named.
+        step: the function that runs one whole training step as it is written in a loop: forward, backward, the
+            optimizer's step and clearing gradients, wherever they stand, with any number of micro-batches. What it
+            refers to (its closure, globals, the object of a method) is left as it was after measuring, and counts where
+            it holds tensors. Then there are no ``loss``, ``autocast``, ``accumulate``, ``scaler`` and ``clip_norm``,
+            and ``inputs`` and ``optimizer`` need not be named.
         keeps_output: True where output and loss stay bound until those of the next step take their place, as in most
             loops (``outputs = model(batch)``, ``loss = outputs.loss``); False where they go as soon as nothing needs
             them.
@@ -108,12 +108,12 @@ class Workload:
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """None, one or several, in the order in which they step."""
+        """The optimizers, none, one or several, in the order in which they step."""
         return given_optimizers(self.optimizer)
 
     @property
     def device(self) -> torch.device:
-        """Where the model's parameters are, or the inputs where it has none."""
+        """The device of the model's parameters, or of the inputs where it has none."""
         own = next(itertools.chain(self.model.parameters(), self.model.buffers()), None)
         held = [own] if own is not None else tensors_held(self.inputs)
         return held[0].device if held else torch.device("cpu")
@@ -165,7 +165,7 @@ class Workload:
 
     @property
     def held_by_loop(self) -> list[Tensor]:
-        """What the loop refers to until the next step: the last output and loss, or what the user's step refers to."""
+        """The tensors that the loop refers to until the next step: the last output and loss, or a custom step's."""
         if self.custom_step is None:
             return tensors_of(reached_from(self._output, self._loss))
         return tensors_of(reached_from(self.custom_step.function, self.custom_step.result))
@@ -183,7 +183,7 @@ class Workload:
 
     @property
     def held_by_loss(self) -> list[Tensor]:
-        """What a loss function refers to: the targets of the batch, a teacher's weights."""
+        """The tensors that a loss function refers to: the targets of the batch, a teacher's weights."""
         return tensors_of(reached_from(self.loss))
 
     @property
@@ -206,7 +206,7 @@ class Workload:
                 parameter.grad = torch.zeros_like(parameter)
 
     def parameters_beside(self) -> Iterator[Tensor]:
-        """Those of the loss, and the optimizers' own (master copies, say); the model's may be among them."""
+        """Yields parameters of the loss, and the optimizers' own (master copies, say); some may be the model's."""
         if isinstance(self.loss, nn.Module):
             yield from self.loss.parameters()
         yield from stepped_parameters(self.optimizers)
@@ -290,11 +290,11 @@ class Workload:
         scaled.backward()
 
     def update(self, loss: Tensor | None = None, on_phase: OnPhase | None = None) -> None:
-        """What follows backward: unscale, clip, the optimizers' steps, the next scale.
+        """Runs what follows backward: unscale, clip, the optimizers' steps, the next scale.
 
         Args:
-            loss: that the gradients are of, for a closure to return; without, a closure evaluates it first.
-            on_phase: as for ``step``.
+            loss: the loss of the gradients, for a closure to return; without, a closure evaluates it first.
+            on_phase: the same as for ``step``.
         """
         if not self.optimizers:
             return
