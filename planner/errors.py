@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from planner.capacity.batch_limits import NoBatch as NoBatch
     from planner.distributed.ranks import RankError as RankError
     from planner.plans.lowering import UnsupportedPlan as UnsupportedPlan
-    from planner.plans.plan_claims import Interrupted as Interrupted
+    from planner.plans.plan import Interrupted as Interrupted
     from planner.plans.refusals import Infeasible as Infeasible
     from planner.runtime.model_match import PlanMismatch as PlanMismatch
     from planner.training.training import OutOfMemory as OutOfMemory
@@ -21,7 +21,7 @@ _NAMES = {
     "planner.capacity.batch_limits": "NoBatch",
     "planner.distributed.ranks": "RankError",
     "planner.plans.lowering": "UnsupportedPlan",
-    "planner.plans.plan_claims": "Interrupted",
+    "planner.plans.plan": "Interrupted",
     "planner.plans.refusals": "Infeasible",
     "planner.runtime.model_match": "PlanMismatch",
     "planner.training.training": "OutOfMemory",

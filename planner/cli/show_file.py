@@ -102,8 +102,7 @@ def run_show(out: Output, file: Path, request: ShowRequest) -> None:
     """
     from planner.cli import solutions, tables
     from planner.cli.documents import profile_document
-    from planner.plans.plan import Plan
-    from planner.plans.plan_claims import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION
+    from planner.plans.plan import FORMAT as PLAN_FORMAT, VERSION as PLAN_VERSION, Plan
     from profiler.json_files import read_document
     from profiler.records import FORMAT as PROFILE_FORMAT, VERSION as PROFILE_VERSION, Profile
 

@@ -244,8 +244,7 @@ def solved_chain(document: Mapping[str, Any], where: str) -> tuple[Chain, Schedu
     """
     if "chain" not in document:
         raise ValueError(
-            f"{where}: expected a solution that carries the chain it was solved on, got one of an older release; "
-            "solve the problem again"
+            f"{where}: this solution of an older release lacks the chain that it was solved on; solve the problem again"
         )
     schedule = document.get("schedule")
     if not isinstance(document["chain"], Mapping) or not isinstance(schedule, list):

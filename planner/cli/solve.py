@@ -222,8 +222,7 @@ def solve_source(
     """
     from planner.cli import solutions
     from planner.plans.offload_request import Offload
-    from planner.plans.plan import Plan
-    from planner.plans.plan_claims import Interrupted
+    from planner.plans.plan import Interrupted, Plan
     from planner.plans.solving import find_plan
     from planner.plans.stated_plan import state
     from profiler.records import Profile

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import html
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.pictures import AliveDuring, html_table
+from planner.pictures import AliveDuring, SvgPicture, html_table, small_timeline
 from planner.plans.offload_request import link_document, link_from
-from planner.plans.plan_claims import FORMAT, VERSION, PlanClaims
 from planner.plans.short_names import names_in_short
 from planner.units import counted, format_bytes, format_seconds
-from profiler.json_files import check_positions, from_plain, read_document, to_plain
+from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes, StageRecord
-from solvers.problem.chain import Chain
+from profiler.target_record import TargetRecord
+from solvers.problem.chain import Chain, Link
 from solvers.problem.schedule import RUNS, TRANSFERS, Action, Schedule
 from solvers.problem.simulator import replay
+
+FORMAT = "planner-plan"
+VERSION = 3
+FINGERPRINT_DIGITS = 16  # as in profiles
 
 StageDecision = Literal["keep", "selective", "offload", "recompute", "segment"]
 _DONE: dict[StageDecision, str] = {
@@ -29,25 +36,37 @@ _DONE: dict[StageDecision, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStage:
-    """One stage of a plan: what happens to it, and what the applier has to know to do it.
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a search for a plan.
 
     Attributes:
-        record: the stage in the profile; with it a plan can be solved again by itself.
+        plan: the best plan until then.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        super().__init__(f"the search for a plan: {plan!r} is the best until then")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One stage of a plan: the decision for it, and the data that the applier needs.
+
+    Attributes:
+        record: the stage in the profile; with it a plan can be solved again without the profile.
         decision: ``keep``; ``offload`` (kept, some of it in host memory meanwhile);
-            ``selective`` (some of its ops run again, see ``option``);
-            ``recompute`` (its input is kept, it is run again whole);
+            ``selective`` (some of its ops are recomputed, see ``option``);
+            ``recompute`` (its input is kept, all of it is recomputed);
             ``segment`` (its input is dropped too and comes from the stage before).
             Parts outside of stages are always kept.
         kept_bytes: bytes kept from its forward to its backward.
         runs: forwards of it in one step, the first included.
         extra_seconds: predicted seconds that the plan adds to it.
         extra_ops: aten ops that the plan adds to it.
-        option: what runs again inside a selective stage, in words.
-        offload_units: what may be sent to host memory of what it keeps: storages, by their numbers in its ops.
-        input_offload_units: what may be sent while it waits to run again: input tensors of each unit, by number.
-        offloaded_bytes: what it sends in one step.
+        option: the recomputed ops of a selective stage, in words.
+        offload_units: kept storages that may be sent to host memory, by their numbers in its ops.
+        input_offload_units: input tensors that may be sent while it waits for its recomputation, by number, per unit.
+        offloaded_bytes: bytes sent to host memory in one step.
         keeps_gathered: whether its unit of ``fully_shard`` keeps its parameters gathered from forward to backward.
     """
 
@@ -80,24 +99,74 @@ class PlannedStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(PlanClaims):
-    """A schedule with names and predictions. Bytes and seconds are of one whole training step.
+class Plan:
+    """A schedule with the names of a model's stages, and its predictions, for one whole training step.
 
     Attributes:
-        profile_fingerprint: of the profile it was made from.
-        stages, schedule: what happens to which stage, and when.
-        menus: per kind of stage its ops and options; option k of the schedule, from 1, is ``options[k - 1]``.
+        model_class, input_shapes, device, precision: as in the profile.
+        solver: the method that found the plan.
+        status: ``optimal``: no plan that does the same kind of things within the budget is faster; ``feasible``: see
+            ``lower_bound_seconds``.
+        budget_bytes: the most bytes that may be alive at once.
+        headroom_bytes: the part of the budget left to what the device's allocator wastes; the solver had the rest.
+        predicted_peak_bytes, predicted_seconds: by exact replay.
+        unplanned_peak_bytes, unplanned_seconds: the step of the model without a plan.
+        resident_bytes: bytes alive during the whole step: parameters, optimizer states, batch.
+        recomputed_seconds: predicted seconds spent on recomputation.
+        recomputed_ops: number of recomputed ops, each recomputation counted; exact.
+        lower_bound_seconds: no such plan within the budget is faster.
+        gap: relative distance of the prediction from that bound.
+        solve_seconds: time that the solver took.
+        link: the link to host memory that the plan may use; None where nothing could be sent.
+        host_bytes: the most bytes that the plan holds in host memory at once.
+        stall_seconds: predicted seconds in which computation waits for copies.
+        no_offload: the reason why nothing could be sent to host memory where offloading was requested; otherwise empty.
+        offload_only: whether a plan without recomputation was requested; ``solver`` may name that method anyway.
+        stated: the manual decisions and their outcome, one line each; empty for a plan without any.
+        restricted: whether status and bound hold only among plans with the same manual decisions.
+        target: as in the profile.
+        interrupted: whether Ctrl-C ended the search; this is the best plan until then.
+        profile_fingerprint: fingerprint of the profile.
+        stages: the decision for each stage.
+        schedule: the order of actions.
+        menus: ops and options of each kind of stage; option k of the schedule, from 1, is ``options[k - 1]``.
         chain: the problem that the schedule solves; None in files of older releases.
-        resident: what ``resident_bytes`` is made of; None in files of older releases.
-        unseen: as in the profile.
-        unsteady, batch_sized, forward_nodes: as in the profile.
-        left_out: blocks that keep much and cannot run again, whatever the budget.
-        in_flight: as in the profile.
+        resident: ``resident_bytes`` by owner; None in files of older releases.
+        unseen, unsteady, batch_sized, forward_nodes, in_flight: as in the profile.
+        left_out: blocks that keep much and cannot be recomputed, whatever the budget.
         frugal: as in the profile: unplanned peak and seconds were computed, and never measured as a whole.
-        saved_seconds: of what the unplanned step does and this plan's does not: gathers of parameters, and the head all
-            at once; below zero where pieces take longer.
-        pieces: what runs in pieces: the head together with its loss, and modules; None where nothing does.
+        saved_seconds: seconds of the unplanned step that the plan saves: gathers of parameters, and the head all at
+            once; below zero where pieces take longer.
+        pieces: the head together with its loss, and the modules, that run in pieces; None where nothing does.
     """
+
+    model_class: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    device: str
+    precision: str
+    solver: str
+    status: Literal["optimal", "feasible"]
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    unplanned_peak_bytes: int
+    unplanned_seconds: float
+    resident_bytes: int
+    recomputed_seconds: float
+    recomputed_ops: int
+    lower_bound_seconds: float
+    gap: float
+    solve_seconds: float
+    headroom_bytes: int = 0
+    link: Link | None = None
+    host_bytes: int = 0
+    stall_seconds: float = 0.0
+    no_offload: str = ""
+    offload_only: bool = False
+    stated: tuple[str, ...] = ()
+    restricted: bool = False
+    target: TargetRecord | None = None
+    interrupted: bool = False
 
     profile_fingerprint: str
     stages: tuple[PlannedStage, ...]
@@ -116,31 +185,86 @@ class Plan(PlanClaims):
     pieces: PiecesRecord | None = None
 
     @property
+    def slowdown(self) -> float:
+        """Predicted seconds over unplanned seconds."""
+        return self.predicted_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model and of all decisions in order, equal on all ranks that run the same.
+
+        Names, shapes, precision, the kind of device and every decision count, bytes and seconds do not.
+        """
+        about = [self.model_class, self.precision, self.device.split(":")[0], self._decided()]
+        text = json.dumps(about, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+    @property
     def other_bits(self) -> tuple[str, ...]:
         """Names of the stages that run as programs which round otherwise than their own code."""
         as_programs = {action.stage for action in self.schedule.actions if action.kind in RUNS and action.option}
         menus = {k: self.menus[self.stages[k].menu] for k in sorted(as_programs) if self.stages[k].menu >= 0}
         return tuple(self.stages[k].name for k, menu in menus.items() if menu.other_bits)
 
-    def _what_is_done(self) -> list[str]:
-        done = self._by_decision()
-        pieces = [] if self.pieces is None else pieces_in_words(self.pieces)
-        # With zero-argument super a dataclass with slots would ask the class before it had them.
-        return [
-            *PlanClaims._what_is_done(self),
-            *pieces,
-            *(f"{what}: {names_in_short([stage.name for stage in stages])}" for what, stages in done.items()),
-        ]
+    def __repr__(self) -> str:
+        return f"<Plan of {self.model_class}: {'; '.join(self._claims())}>"
 
-    def _done_in_short(self) -> str:
+    def _repr_html_(self) -> str:
+        """For notebooks: the first lines of ``summary``, a table of decisions, and the timeline."""
+        try:
+            picture = self.timeline().svg
+        except ValueError:  # A plan of an older release.
+            picture = ""
+        return f"<pre>{html.escape(self._in_short())}</pre>{self._decision_table()}{picture}"
+
+    def summary(self) -> str:
+        """Decisions, predictions and how good they are, in some lines; ``planner show`` says more."""
+        recomputed = f"{counted(self.recomputed_ops, 'op')} recomputed, {format_seconds(self.recomputed_seconds)}"
+        host = f"{format_bytes(self.host_bytes)} in host memory at most, {format_seconds(self.stall_seconds)} waited"
+        lines = [self._in_short(), recomputed, *([host] if self.host_bytes else []), *self.stated]
+        lines += [] if self.pieces is None else pieces_in_words(self.pieces)
+        for decision, stages in self._by_decision().items():
+            lines.append(f"{decision}: {names_in_short([stage.name for stage in stages])}")
+        return "\n".join(lines)
+
+    def _in_short(self) -> str:
+        size = ", ".join("x".join(map(str, shape)) for shape in self.input_shapes)
+        where = f"inputs {size or 'as any'}; {self.precision} on {self.device}"
+        interrupted = "interrupted, " if self.interrupted else ""
+        found = f"{interrupted}{self.status}, by {self.solver} in {format_seconds(self.solve_seconds)}"
+        least = self.lower_bound_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
+        bound = f"no such plan is faster than {least:.3g} times it"
+        unplanned = f"unplanned {format_bytes(self.unplanned_peak_bytes)}, {format_seconds(self.unplanned_seconds)}"
+        return "\n".join([f"Plan of {self.model_class} ({where})", *self._claims(), unplanned, f"{found}; {bound}"])
+
+    def in_one_line(self) -> str:
+        """Model, peak, budget, slowdown, how good that is, and how many stages and ops are kept or recomputed."""
         decisions: Counter[StageDecision] = Counter(stage.decision for stage in self.stages if stage.kind == "stage")
-        counts = [f"{number} {_DONE[decision]}" for decision, number in decisions.items()]
-        pieces = f"{'; '.join(_in_pieces(self.pieces))}; " if self.pieces else ""
-        of_stages = f"of {counted(decisions.total(), 'stage')} {', '.join(counts)}"
-        return f"{of_stages}; {pieces}{PlanClaims._done_in_short(self)}"
+        counts = ", ".join(f"{number} {_DONE[decision]}" for decision, number in decisions.items())
+        done = [f"of {counted(decisions.total(), 'stage')} {counts}", *(_in_pieces(self.pieces) if self.pieces else [])]
+        host = f", {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
+        done.append(f"{counted(self.recomputed_ops, 'op')} recomputed{host}")
+        return f"plan of {self.model_class}: {'; '.join([*self._claims(), f'{self.status}, by {self.solver}', *done])}"
+
+    def _claims(self) -> list[str]:
+        """Peak and budget, and the time of the step."""
+        peak = f"peak {format_bytes(self.predicted_peak_bytes)} of {format_bytes(self.budget_bytes)} allowed"
+        return [peak, f"{self.slowdown:.2f} times the unplanned step"]
+
+    def timeline(self) -> SvgPicture:
+        """The bytes alive over forward and backward as a small picture, which notebooks show; a line is the budget.
+
+        ``planner show plan.json -o step.png`` draws a larger one, with names.
+
+        Raises:
+            ValueError: the plan is of an older release, and carries no chain.
+        """
+        moments = replay(chain_in(self), self.schedule, self.link).timeline
+        alive = [AliveDuring(m.seconds, m.before_bytes, m.peak_bytes, m.after_bytes) for m in moments]
+        return small_timeline(alive, peak_bytes=self.predicted_peak_bytes, budget_bytes=self.budget_bytes)
 
     def _by_decision(self) -> dict[str, list[PlannedStage]]:
-        """Stages with what happens to them, in words; parts outside of stages left out."""
+        """Stages by their decision, in words; parts outside of stages left out."""
         done: dict[str, list[PlannedStage]] = {}
         for stage in self.stages:
             if stage.kind == "stage":
@@ -160,20 +284,17 @@ class Plan(PlanClaims):
         ]
         return html_table(("stages", "decision", "kept until backward", "extra time"), rows)
 
-    def _alive(self) -> Iterator[AliveDuring]:
-        for moment in replay(chain_in(self), self.schedule, self.link).timeline:
-            yield AliveDuring(moment.seconds, moment.before_bytes, moment.peak_bytes, moment.after_bytes)
-
     def seconds_outside(self, chain: Chain) -> float:
         """Seconds of the step that are in none of the stages of its chain: the optimizer's."""
         return self.unplanned_seconds - self.saved_seconds - chain.unplanned_seconds
 
     def offload_units_of(self, stage: int, option: int | None) -> tuple[tuple[int, ...], ...]:
-        """Of each offload unit of a stage its storages if it is kept, its input tensors if dropped; by number."""
+        """The storages of each offload unit of a kept stage, or the input tensors of a dropped one's; by number."""
         planned = self.stages[stage]
         return planned.input_offload_units if option is None else tuple((number,) for number in planned.offload_units)
 
     def _decided(self) -> Any:
+        """The parts of the model and the decisions for them, as plain data."""
         records = [stage.record for stage in self.stages]
         stages = [[r.name, r.kind, r.module_class, r.links, r.input_shapes, r.parameter_shapes] for r in records]
         units = [[stage.offload_units, stage.input_offload_units] for stage in self.stages]
@@ -187,7 +308,7 @@ class Plan(PlanClaims):
         ]
 
     def _runs_again(self, action: Action) -> Any:
-        """Of a run of a program its ops in order; else the action's number."""
+        """The ops of a run of a program, in order; otherwise the action's number."""
         if not action.option or action.kind in TRANSFERS:
             return action.option
         menu = self.menus[self.stages[action.stage].menu]
@@ -202,6 +323,10 @@ class Plan(PlanClaims):
         document["chain"] = None if self.chain is None else self.chain.to_dict()
         document["link"] = link_document(self.link)
         return {"format": FORMAT, "version": VERSION, **document}
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        write_document(path, self.to_document())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -227,23 +352,23 @@ class Plan(PlanClaims):
                 menu.check_positions()
             check_positions("menus", (stage.menu for stage in plan.stages), len(plan.menus), least=-1)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: expected the fields of a plan, got a mismatch: {error}; solve again") from error
+            raise ValueError(f"{where}: the fields of this plan cannot be read: {error}; solve again") from error
         if any(not 0 <= action.stage < len(plan.stages) for action in plan.schedule.actions):
-            raise ValueError(f"{where}: expected a schedule of its own stages, got others; solve again")
+            raise ValueError(f"{where}: the schedule names stages that the plan does not have; solve again")
         if any(not _known_option(plan, action) for action in plan.schedule.actions):
-            raise ValueError(f"{where}: expected options of its own menus, got others; solve again")
+            raise ValueError(f"{where}: the schedule names options that the plan's menus do not have; solve again")
         if plan.chain is not None and not _fits(plan.chain, plan):
-            raise ValueError(f"{where}: expected the chain of its own stages, got another one; solve again")
+            raise ValueError(f"{where}: the chain has other stages than the plan; solve again")
         return plan
 
 
 def pieces_in_words(pieces: PiecesRecord) -> list[str]:
-    """What runs in pieces, and what that means for the numbers, a line each."""
+    """Returns the parts that run in pieces, and the differences in the numbers, a line each."""
     of_head = (
         f"{pieces.head} and the loss: {counted(pieces.count, 'piece')} of at most {pieces.rows_at_once:,} rows, each "
         "forward and backward before the next"
     )
-    modules = [f"{names}: pieces, run again in backward" for names in _modules(pieces)]
+    modules = [f"{names}: pieces, recomputed in backward" for names in _modules(pieces)]
     rounding = (
         f"in pieces sums have another order: the loss is {pieces.loss_difference:.1e} off, gradients "
         f"{pieces.gradient_difference:.1e}"
@@ -287,12 +412,11 @@ def chain_in(plan: Plan, where: str = "a plan") -> Chain:
     """
     if plan.chain is None:
         raise ValueError(
-            f"{where}: expected a plan that carries the chain it was solved on, got one of an older release; "
-            "solve the profile again"
+            f"{where}: this plan of an older release lacks the chain that it was solved on; solve the profile again"
         )
     if replay(plan.chain, plan.schedule, plan.link).peak_bytes != plan.predicted_peak_bytes:
         raise ValueError(
-            f"{where}: expected its chain to give the predicted peak of {plan.predicted_peak_bytes} bytes, "
-            "got another one; solve the profile again"
+            f"{where}: the replayed chain does not give the predicted peak of {plan.predicted_peak_bytes} bytes; "
+            "solve the profile again"
         )
     return plan.chain

@@ -16,8 +16,7 @@ from planner.plans.given_sources import given_profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
-from planner.plans.plan import Plan, PlannedStage, chain_in
-from planner.plans.plan_claims import Interrupted
+from planner.plans.plan import Interrupted, Plan, PlannedStage, chain_in
 from planner.plans.refusals import (
     FEWER_STATES,
     Infeasible,

@@ -9,7 +9,6 @@ from torch import nn
 
 from planner.plans.given_sources import object_or_file, type_in_words
 from planner.plans.plan import Plan, PlannedStage
-from planner.plans.plan_claims import PlanClaims
 from planner.runtime.stage_places import module_named, split_name
 from profiler.records import Profile
 from profiler.workload.compiled_forwards import COMPILED, plain_name
@@ -48,7 +47,7 @@ def _remedy(plan: Any) -> str:
         return "solve it first: plan = planner.solve(profile, budget=...)"
     if isinstance(plan, (Workload, nn.Module)):
         return "profile and solve first: plan = planner.solve(planner.profile(workload), budget=...)"
-    if isinstance(getattr(plan, "plan", None), PlanClaims):
+    if isinstance(getattr(plan, "plan", None), Plan):
         return "pass its plan attribute"
     return "pass what planner.solve returned"
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from planner.plans.plan import Plan
-from planner.plans.plan_claims import PlanClaims
 from profiler.caller_warnings import warn_caller
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.outer_hooks import hooks_of_the_user
@@ -44,7 +43,7 @@ class PlanWarnings:
         self.say(f"planned stage {name!r}: {what}")
 
 
-def check_inputs(workload: Workload, plan: PlanClaims) -> None:
+def check_inputs(workload: Workload, plan: Plan) -> None:
     """Refuse a batch of other shapes than the plan's."""
     shapes = workload.input_shapes
     not_yet_run = workload.custom_step is not None and not shapes  # A custom step knows its shapes once it has run.
@@ -55,7 +54,7 @@ def check_inputs(workload: Workload, plan: PlanClaims) -> None:
         )
 
 
-def check_device(workload: Workload, plan: PlanClaims) -> None:
+def check_device(workload: Workload, plan: Plan) -> None:
     """Refuse a model on another kind of device than the plan's."""
     planned = torch.device(plan.device).type
     if workload.device.type != planned:

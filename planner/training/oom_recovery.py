@@ -8,7 +8,6 @@ from torch import Tensor
 
 from planner.explain.timeline import PhaseName
 from planner.plans.plan import Plan
-from planner.plans.plan_claims import PlanClaims
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import SEARCH_SECONDS, replan
 from planner.training.oom_report import FailureReport
@@ -113,7 +112,7 @@ def _copied(workload: Workload) -> Callable[[], None]:
             parameter.grad = gradient
 
 
-def wanted_bytes(plan: PlanClaims, report: FailureReport) -> int:
+def wanted_bytes(plan: Plan, report: FailureReport) -> int:
     """What the plan after a failure may use: what the device did give, and at least 5 % less than this one uses."""
     wanted = max(1, int(_used_bytes(plan) * (1 - LEAST_CUT)))
     if report.actual_bytes and report.repeated and report.phase != "optimizer":
@@ -141,5 +140,5 @@ def _solved_again(plan: Plan, budget_bytes: int) -> Plan:
     return replan(plan, budget_bytes, time_limit_seconds=SEARCH_SECONDS)
 
 
-def _used_bytes(plan: PlanClaims) -> int:
+def _used_bytes(plan: Plan) -> int:
     return min(plan.budget_bytes - plan.headroom_bytes, plan.predicted_peak_bytes)

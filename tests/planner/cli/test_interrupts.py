@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import planner
-from planner.plans.plan_claims import Interrupted
+from planner.plans.plan import Interrupted
 from planner.training.oom_recovery import StepRollback
 from solvers.chain import registry
 from solvers.problem.examples import training_graph

@@ -122,7 +122,7 @@ def test_a_page_that_could_not_be_written_is_refused_before_training(tiny, tmp_p
     replace(planner.Plan.load(tiny / "plan.json"), chain=None).save(tmp_path / "old.json")
     for file in ("page.html", "step.pickle"):
         message = refused("train", "--plan", tmp_path / "old.json", "-o", tmp_path / file)
-        assert "old.json: expected a plan that carries the chain" in message and "loss" not in message
+        assert "old.json: this plan of an older release lacks the chain" in message and "loss" not in message
         assert not (tmp_path / file).exists()
 
 

@@ -34,10 +34,10 @@ def test_a_file_without_a_chain_is_read(files, tmp_path):
 
 
 SPOILT = [
-    ("chain", 3, "fields of a plan"),
-    ("chain", {"format": "planner-chain", "version": 1, "stages": []}, "fields of a plan"),
+    ("chain", 3, "fields of this plan"),
+    ("chain", {"format": "planner-chain", "version": 1, "stages": []}, "fields of this plan"),
     ("resident", {"parameters": -1, "buffers": 0, "optimizer": 0, "inputs": 0}, "expected int >= 0 at resident"),
-    ("resident", 7, "fields of a plan"),
+    ("resident", 7, "fields of this plan"),
 ]
 
 
@@ -53,7 +53,7 @@ def test_a_chain_of_other_stages_is_refused(files, tmp_path):
     document = json.loads((files / "plan.json").read_text())
     document["chain"]["stages"].pop()
     write_document(tmp_path / "plan.json", document)
-    with pytest.raises(ValueError, match="its own stages"):
+    with pytest.raises(ValueError, match="other stages than the plan"):
         planner.Plan.load(tmp_path / "plan.json")
 
 
@@ -106,5 +106,5 @@ def test_a_plan_s_picture_has_its_curve_below_the_budget_s_line(files):
     share = (bottom - min(heights)) / (bottom - float(line.attrib["y1"]))
     assert share == pytest.approx(plan.predicted_peak_bytes / plan.budget_bytes, abs=2e-3)  # Points have one decimal.
     assert len(plan.timeline().svg) < 20_000
-    with pytest.raises(ValueError, match="carries the chain"):
+    with pytest.raises(ValueError, match="lacks the chain"):
         replace(plan, chain=None).timeline()

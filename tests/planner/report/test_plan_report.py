@@ -88,5 +88,5 @@ def test_what_is_measured_stands_beside(plan, report):
 
 
 def test_a_plan_of_an_older_release_is_refused(plan):
-    with pytest.raises(ValueError, match="carries the chain"):
+    with pytest.raises(ValueError, match="lacks the chain"):
         report_of_plan(dataclasses.replace(plan, chain=None))

@@ -111,8 +111,8 @@ def test_plans_survive_their_file_and_refuse_spoilt_ones(tmp_path: Any) -> None:
     for spoilt, message in [
         (text[:-40], "breaks off"),
         (text.replace('"version": 3', '"version": 4'), "version 3, got 4"),
-        (text.replace('"forward"', '"foward"'), "fields of a plan"),
-        (text.replace('"schedule"', '"sched"'), "fields of a plan"),
+        (text.replace('"forward"', '"foward"'), "fields of this plan"),
+        (text.replace('"schedule"', '"sched"'), "fields of this plan"),
     ]:
         path.write_text(spoilt)
         with pytest.raises(ValueError, match=message):
