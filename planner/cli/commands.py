@@ -91,7 +91,7 @@ def pareto_command(
     from planner.cli.solutions import title_of
     from planner.cli.tables import frontier_report
     from planner.plans.pareto_curves import pareto
-    from planner.plans.problem_files import read_source
+    from planner.plans.sources import read_source
     from profiler.json_files import write_whole
 
     out: Output = context.obj

@@ -12,9 +12,9 @@ import msgspec
 
 from planner.plans.offload_request import Offload, link_document, link_from, sent_bytes, usable_link
 from planner.plans.plan import Plan, StageDecision
-from planner.plans.problem_files import Source, all_bytes, chain_from
 from planner.plans.refusals import require_schedule
 from planner.plans.solving import feasible_solution, solver_for
+from planner.plans.sources import Source, problem_from
 from planner.units import parse_bytes
 from profiler.json_files import from_plain, to_plain
 from profiler.records import LeftOutRecord, PiecesRecord, Profile
@@ -249,7 +249,7 @@ def solved_chain(document: Mapping[str, Any], where: str) -> tuple[Chain, Schedu
     schedule = document.get("schedule")
     if not isinstance(document["chain"], Mapping) or not isinstance(schedule, list):
         raise ValueError(f"{where}: expected a chain and a schedule, got others; solve again")
-    return chain_from(document["chain"], where), Schedule.from_list(schedule)
+    return problem_from(document["chain"], where, Chain), Schedule.from_list(schedule)
 
 
 def _stage_summaries(chain: Chain, schedule: Schedule, replayed: Replay) -> tuple[StageSummary, ...]:
@@ -317,7 +317,9 @@ def solve_graph_problem(
     """
     unplanned = unplanned_replay(graph)
     budget_bytes = parse_bytes(budget, whole_bytes=unplanned.peak_bytes)
-    within_bytes = min(budget_bytes, all_bytes(graph))  # 64 bits hold it
+    # Bytes that no schedule can exceed; 64 bits hold them.
+    most_bytes = graph.resident_bytes + sum(node.output_bytes + node.transient_bytes for node in graph.nodes)
+    within_bytes = min(budget_bytes, most_bytes)
     solution = solve_graph(graph, within_bytes, solver, time_limit_seconds, DEFAULT_GAP)
     schedule = require_schedule(solution, budget_bytes, solver).schedule
     assert schedule is not None

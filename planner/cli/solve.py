@@ -36,9 +36,9 @@ from planner.cli.several_ranks import workload_of
 if TYPE_CHECKING:
     from planner.cli.solutions import SolutionSummary
     from planner.plans.offload_request import Offload
-    from planner.plans.problem_files import Source
     from planner.plans.rules import Rules
     from planner.plans.solving import Numerics
+    from planner.plans.sources import Source
     from planner.training.verification import Verification
     from profiler.records import Profile
 
@@ -87,9 +87,9 @@ def solve_command(
     from planner.cli import documents
     from planner.cli.solutions import summary_of_plan
     from planner.cli.tables import solution_report, verification_report
-    from planner.plans.problem_files import read_source
     from planner.plans.refusals import Infeasible
     from planner.plans.rules import Rules
+    from planner.plans.sources import read_source
     from profiler.json_files import write_document
 
     out: Output = context.obj

@@ -21,8 +21,7 @@ from planner.explain.tables import (
 )
 from planner.plans.plan import pieces_in_words
 from planner.plans.refusals import blocks_in_words
-from planner.plans.short_names import names_in_short
-from planner.units import counted, exact_bytes, format_bytes, format_seconds
+from planner.units import counted, exact_bytes, format_bytes, format_seconds, names_in_short
 from profiler.records import LeftOutRecord, OpRecord, PiecesRecord, Profile, StageRecord
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from planner.explain.peak import LOOP, PeakPart, predicted_peak
 from planner.explain.timeline import Timeline, predicted_timelines
 from planner.plans.cost_model import chain_of
 from planner.plans.plan import Plan
-from planner.plans.short_names import names_in_short
 from planner.plans.solving import plan_of
+from planner.units import names_in_short
 from profiler.op_graph import kind_of
 from profiler.records import Profile
 from solvers import Chain, Problem, replay, solve_chain

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from planner.explain.tables import PlainTable, plain_table
 from planner.plans.plan import Plan, StageDecision
-from planner.plans.short_names import common_path, names_in_short
-from planner.units import counted, format_bytes, format_seconds
+from planner.units import common_path, counted, format_bytes, format_seconds, names_in_short
 from profiler.op_graph import ChoiceError, StageOps, is_allocation
 from profiler.records import MenuRecord, OptionRecord
 from solvers.problem.schedule import RUNS

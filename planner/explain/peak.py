@@ -12,8 +12,7 @@ from planner.explain.op_decisions import makers, storages_kept_by
 from planner.explain.tables import plain_table
 from planner.explain.timeline import Span, Timeline
 from planner.plans.plan import Plan
-from planner.plans.short_names import common_path, in_one_series, names_in_short
-from planner.units import exact_bytes, format_bytes
+from planner.units import common_path, exact_bytes, format_bytes, in_one_series, names_in_short
 from profiler.op_graph import StageOps, kind_of
 from profiler.program_replay import random_state_bytes
 from profiler.records import MenuRecord, OptionRecord, ResidentBytes

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from planner.plans.short_names import common_path, in_one_series, names_in_short
+from planner.units import common_path, in_one_series, names_in_short
 
 # Behind a space, and between the parts of a name: "encoder.layers.0", "native_batch_norm"; never inside "2.57".
 _BREAKS = re.compile(r"(?<= )(?=\S)|(?<=[A-Za-z][._/])(?=\w)|(?<=\w[._/])(?=[A-Za-z])")

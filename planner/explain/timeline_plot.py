@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from planner.explain.peak import Peak, PeakRow, moment_in_words
 from planner.explain.timeline import Span, Timeline, side_by_side, units_of
 from planner.pictures import ACTIONS, BUDGET, CURVES, STATES, AxisUnits, check_picture, new_figure, write_picture
-from planner.plans.short_names import common_path, names_in_short
-from planner.units import format_bytes
+from planner.units import common_path, format_bytes, names_in_short
 from profiler.op_graph import kind_of
 
 if TYPE_CHECKING:

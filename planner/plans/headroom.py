@@ -6,12 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 from planner.units import parse_bytes_or_zero
+from profiler.records import Profile
 
 _SHARE = re.compile(r"(0*[0-9]{1,2}(?:\.[0-9]{1,30})?)\s*%")  # two digits: below 100
-_EXPECTED = "expected bytes (512MiB, 1234567, 0), a share of the budget below 100 % (5%), or auto with a profile"
 AUTO = "auto"
 
 
@@ -42,7 +41,7 @@ class Headroom:
         left_bytes = budget_bytes - self.of(budget_bytes)
         if left_bytes < 1:
             raise ValueError(
-                f"headroom: expected less than the budget of {budget_bytes} bytes, got {self.of(budget_bytes)}; "
+                f"headroom: {self.of(budget_bytes)} bytes leave nothing of the budget of {budget_bytes} bytes; "
                 "lower the headroom or raise the budget"
             )
         return left_bytes
@@ -57,22 +56,12 @@ class Headroom:
         return budget_bytes + 1 if budget_bytes - self.of(budget_bytes) < planned_bytes else budget_bytes
 
 
-class Profiled(Protocol):
-    """What a profile, of either kind, says of the device's allocator."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def allocator_bytes(self) -> int: ...
-
-
-def headroom_from(text: str | int, profile: Profiled | None = None) -> Headroom:
-    """Read a headroom.
+def headroom_from(text: str | int, profile: Profile | None = None) -> Headroom:
+    """Reads a headroom.
 
     Args:
-        text: bytes, a share of the budget, or ``auto``: what the allocator took beside the tensors as it was profiled.
-        profile: that ``auto`` refers to.
+        text: bytes, a share of the budget, or ``auto``: bytes that the allocator took beside the tensors in profiling.
+        profile: the profile that ``auto`` refers to.
 
     Raises:
         ValueError: neither bytes nor a share below 100 %; or ``auto``, and what the allocator takes was not measured.
@@ -80,8 +69,8 @@ def headroom_from(text: str | int, profile: Profiled | None = None) -> Headroom:
     if text == AUTO and profile is not None:
         if profile.device != "cpu" and not profile.allocator_bytes:
             raise ValueError(
-                "headroom: expected a profile in which a plain step showed what the allocator takes, got one without; "
-                "profile again where a plain step fits, or give bytes or a share"
+                "headroom: the profile does not say what the allocator takes, since no plain step was measured; "
+                "give bytes or a share, or profile again where a plain step fits"
             )
         return Headroom(fixed_bytes=profile.allocator_bytes)
     if isinstance(text, str) and (match := _SHARE.fullmatch(text.strip())):
@@ -89,4 +78,7 @@ def headroom_from(text: str | int, profile: Profiled | None = None) -> Headroom:
     try:
         return Headroom(fixed_bytes=parse_bytes_or_zero(text))
     except ValueError as error:
-        raise ValueError(f"headroom: {_EXPECTED}, got {text!r}; correct it") from error
+        raise ValueError(
+            f"headroom: {text!r} is neither bytes nor a share of the budget below 100 %; "
+            "write 512MiB, 1234567, 0, 5%, or auto with a profile"
+        ) from error

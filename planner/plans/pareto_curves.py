@@ -12,9 +12,8 @@ import numpy as np
 
 from planner.plans.call_programs import chain_with_any_programs
 from planner.plans.cost_model import chain_of
-from planner.plans.given_sources import given_profile
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
-from planner.plans.problem_files import Source, read_source
+from planner.plans.sources import Source, given_profile, read_source
 from planner.plans.stage_decisions import accepted_by
 from profiler.records import Profile
 from solvers import Chain, Solution, frontier as solver_frontier

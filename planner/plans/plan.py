@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from planner.pictures import AliveDuring, SvgPicture, html_table, small_timeline
 from planner.plans.offload_request import link_document, link_from
-from planner.plans.short_names import names_in_short
-from planner.units import counted, format_bytes, format_seconds
+from planner.units import counted, format_bytes, format_seconds, names_in_short
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes, StageRecord
 from profiler.target_record import TargetRecord

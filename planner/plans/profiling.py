@@ -14,10 +14,9 @@ from planner.plans.call_programs import program_menu
 from planner.plans.pipeline_profile import profile_pipeline_stage, schedule_of
 from planner.plans.refusals import Infeasible
 from planner.plans.rules import Rule, Rules, rules_from
-from planner.plans.short_names import names_in_short
 from planner.plans.solving import Numerics, check_numerics, find_plan, least_budget_bytes
 from planner.plans.stated_plan import resolve_for
-from planner.units import format_bytes, format_seconds, parse_bytes
+from planner.units import format_bytes, format_seconds, names_in_short, parse_bytes
 from profiler.agreement import agreed
 from profiler.measurement import profiling
 from profiler.measurement.captured_stages import ProposeRuns

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from planner.plans.short_names import names_in_short
-from planner.units import format_bytes, format_seconds
+from planner.units import format_bytes, format_seconds, names_in_short
 from profiler.records import LeftOutRecord, Profile, StageRecord
 from solvers.problem.solution import Solution
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from planner.plans.call_programs import chain_with_any_programs, with_exact_programs
 from planner.plans.cost_model import chain_of, lone_chain_of
-from planner.plans.given_sources import given_profile
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
@@ -25,6 +24,7 @@ from planner.plans.refusals import (
     remedy_in_words,
     require_schedule,
 )
+from planner.plans.sources import given_profile
 from planner.plans.stage_decisions import (
     accepted_by,
     undecided_stages,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from planner.plans.cost_model import chain_of
-from planner.plans.given_sources import given_profile
 from planner.plans.headroom import headroom_from
 from planner.plans.lowering import can_carry_out
 from planner.plans.plan import Plan
@@ -34,6 +33,7 @@ from planner.plans.rules import (
     rules_from,
 )
 from planner.plans.solving import complete, plan_of, plan_with_headroom
+from planner.plans.sources import given_profile
 from planner.plans.stage_decisions import undecided_stages
 from planner.units import counted, parse_bytes
 from profiler.op_graph import ChoiceError, NamedStage, StageOps

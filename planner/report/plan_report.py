@@ -12,10 +12,9 @@ from planner.explain.peak import Peak, PeakPart, PeakRow, peak_rows, peak_title,
 from planner.explain.tables import losses_in_short
 from planner.explain.timeline import Timeline, predicted_timelines, seconds_outside_chain_of
 from planner.plans.plan import Plan, PlannedStage, chain_in, pieces_in_words
-from planner.plans.short_names import names_in_short
 from planner.plans.solving import OFFLOAD_ONLY, schedule_fields
 from planner.report.commands import LeverRow, lever_rows
-from planner.units import counted, exact_bytes, format_bytes, format_seconds
+from planner.units import counted, exact_bytes, format_bytes, format_seconds, names_in_short
 from profiler.op_graph import kind_of
 from solvers import Problem, Solution, frontier
 from solvers.chain import baselines

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.plans.given_sources import object_or_file, type_in_words
 from planner.plans.plan import Plan, PlannedStage
+from planner.plans.sources import object_or_file, type_in_words
 from planner.runtime.stage_places import module_named, split_name
 from profiler.records import Profile
 from profiler.workload.compiled_forwards import COMPILED, plain_name

@@ -310,7 +310,7 @@ def test_a_budget_for_nothing_ends_with_exit_code_3():
         (["--vary", "optimizer"], "expected optimizer to be"),
         (["--vary", "seed", "--set", "layers=1", "hidden=16", "batch=64"], "a setting that memory grows with"),
         (["--budget", "70%"], "grows with the size"),
-        (["--headroom", "2GB"], "headroom: expected less than the budget"),
+        (["--headroom", "2GB"], "bytes leave nothing of the budget"),
         (["--device", "abacus"], "expected one that this machine has"),
         (["--offload", "no,gbps=-1"], "not negative"),
         (["--vary", "batch:0"], "--vary: expected a whole number above zero after the colon"),

@@ -192,7 +192,7 @@ def test_an_output_folder_that_is_not_there_is_refused_before_any_work(files, tm
     def never(*_: object, **__: object) -> None:
         raise AssertionError("worked before looking at the output's folder")
 
-    for name in ("cli.profiling.workload_of", "plans.problem_files.read_source", "plans.profiling.profile"):
+    for name in ("cli.profiling.workload_of", "plans.sources.read_source", "plans.profiling.profile"):
         monkeypatch.setattr(f"planner.{name}", never)
     missing = tmp_path / "no" / "folder"
     assert "create it" in refused("profile", "zoo:mlp", "-o", missing / "p.json")

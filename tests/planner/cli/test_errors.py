@@ -54,7 +54,7 @@ def test_commands_with_results_take_json(name):
         (["profile", "zoo:mlp", "--limit", "-1"], "--limit: expected a size such as 8GiB"),
         (
             ["solve", "x.json", "--headroom", "x"],
-            "--headroom: expected bytes (512MiB, 1234567, 0), a share of the budget",
+            "--headroom: 'x' is neither bytes nor a share of the budget",
         ),
         (["solve", "x.json", "--host-memory", "x"], "--host-memory: expected a size such as 8GiB"),
         (["train", "--steps", "0"], "--steps: expected a number greater than or equal to 1, got '0'; "),

@@ -18,7 +18,7 @@ from planner.explain.op_decisions import (
     storages_kept_by,
 )
 from planner.plans.plan import StageDecision
-from planner.plans.short_names import common_path, names_in_short
+from planner.units import common_path, names_in_short
 from profiler.op_graph import StageOp, StageOps, StageStorage
 from profiler.records import MenuRecord, OptionRecord
 from profiler.step_graph import StepRuns

@@ -24,7 +24,7 @@ def test_it_is_bytes_or_a_share_of_the_budget(text, held):
 
 @pytest.mark.parametrize("text", ["100%", "150%", "-1", "lots", "", "1.5", "5 percent"])
 def test_anything_else_is_refused(text):
-    with pytest.raises(ValueError, match="headroom: expected bytes"):
+    with pytest.raises(ValueError, match="headroom: .* is neither bytes nor a share"):
         headroom_from(text)
 
 
@@ -38,9 +38,9 @@ def test_auto_is_what_the_allocator_took_as_it_was_profiled(blocks):
 
 
 def test_auto_is_refused_where_nothing_showed_it(blocks):
-    with pytest.raises(ValueError, match="expected a profile in which a plain step showed what the allocator takes"):
+    with pytest.raises(ValueError, match="does not say what the allocator takes"):
         headroom_from("auto", replace(blocks, device="cuda:0"))
-    with pytest.raises(ValueError, match="or auto with a profile, got 'auto'"):
+    with pytest.raises(ValueError, match="'auto' is neither .* or auto with a profile"):
         headroom_from("auto")
 
 
@@ -77,7 +77,7 @@ def test_a_refusal_names_the_budget_that_is_enough_with_it(blocks):
 
 
 def test_a_headroom_as_large_as_the_budget_is_refused(blocks):
-    with pytest.raises(ValueError, match="headroom: expected less than the budget of 1000 bytes, got 1000"):
+    with pytest.raises(ValueError, match="headroom: 1000 bytes leave nothing of the budget of 1000 bytes"):
         planner.solve(blocks, 1000, headroom=1000)
 
 
@@ -100,7 +100,7 @@ def test_the_command_line_takes_prints_and_stores_it(files, tmp_path):
     assert "headroom" not in done(*args[:4]).stdout
     refusal = json.loads(run(*args[:3], "1KiB", "--headroom", "10%", "--json").stdout)
     assert refusal["status"] == "infeasible"
-    assert "expected bytes" in refused(*args[:4], "--headroom", "all")
+    assert "is neither bytes nor a share" in refused(*args[:4], "--headroom", "all")
 
 
 def test_problem_files_have_no_allocator(tmp_path):
