@@ -39,6 +39,7 @@ def test_a_place_that_is_gone_is_an_error() -> None:
         Place("a.py", 2, 0, "1", "2").changed(TEXT)
 
 
+@pytest.mark.nightly
 def test_drawn_places_are_the_same_for_a_seed_and_have_tests() -> None:
     places = drawn(3, seed=1)
     assert places == drawn(3, seed=1) != drawn(3, seed=2)

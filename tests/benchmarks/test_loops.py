@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.loops import LOOPS, Loop, accumulation, row, usual
+from benchmarks.loops import LOOPS, Loop, accumulation, row
 from tests.support.nightly import by_day
 
 SMALL = {"layers": 3, "hidden": 32, "seq": 16, "batch": 4, "vocab": 300}
 
 
-@pytest.mark.parametrize("loop", by_day(LOOPS, [usual, accumulation]), ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", by_day(LOOPS, [accumulation]), ids=lambda loop: loop.__name__)
 def test_a_loop_takes_what_its_plan_predicts(loop: Loop) -> None:
     found = row("gpt2", loop, **SMALL)
     assert found["unplanned_bytes"] > found["budget_bytes"]

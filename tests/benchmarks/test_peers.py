@@ -141,6 +141,7 @@ class TestCompiledPeers:
         assert settings == ["", "dp 0.5"]
 
 
+@pytest.mark.nightly
 def test_a_plan_within_a_peers_peak_stays_within_it():
     rows = list(peers.rows_of("gpt2", list(eager_peers())[1:], 1, SMALL))
     assert [row["peer"] for row in rows] == ["checkpoint", "selective checkpoint"]
@@ -168,6 +169,7 @@ def test_op_level_rows_stay_within_their_budgets_and_as_predicted():
     assert "with a peak above the budget: 0" in op_level.summary(rows)[0]
 
 
+@pytest.mark.nightly
 def test_the_tutorials_plans_meet_its_reduction():
     rows = {row["plan"]: row for row in op_level.tutorial_rows("cpu", 1, **SMALL_BLOCKS)}
     assert rows["everything kept"]["reduction_percent"] == 0

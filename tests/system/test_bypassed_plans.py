@@ -15,6 +15,7 @@ from profiler.measurement.meter import memory_meter, metered
 from profiler.workload.tensor_parts import distinct_bytes
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, budgets
+from tests.support.nightly import by_day
 from tests.support.small_blocks import WIDTH, Residual, Stack
 
 
@@ -78,7 +79,7 @@ def trained(
     return losses, peak
 
 
-@pytest.mark.parametrize("way", ["training_step", "stage_by_stage"])
+@pytest.mark.parametrize("way", by_day(["training_step", "stage_by_stage"], ["training_step"]))
 def test_a_plan_acts_where_the_model_is_gone_past(profile: planner.Profile, way: str) -> None:
     def run(plan: planner.Plan | None) -> tuple[list[Any], int]:
         model, optimizer = build()

@@ -21,6 +21,7 @@ from profiler.op_graph import ChoiceError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.workload import Workload
 from tests.support.exactness import assert_same, state_after
+from tests.support.nightly import at_night
 from tests.support.odd_models import workload
 from tests.support.small_blocks import Stack
 
@@ -149,11 +150,12 @@ SMALL: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), [("gpt2", whole_by_method), ("resnet50", blocks_by_method)])
+@pytest.mark.parametrize(("name", "way"), [("gpt2", whole_by_method), at_night("resnet50", blocks_by_method)])
 def test_real_networks(name: str, way: Way) -> None:
     planned_and_measured(lambda: zoo.build(name, **SMALL[name]), way, (0.0, 0.5), "aot_eager")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_real_network_with_blocks_compiled_by_inductor(inductor: str) -> None:
     # It has dropout, which Inductor draws in its own way: the second run draws the same.

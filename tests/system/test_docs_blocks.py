@@ -24,6 +24,7 @@ from planner.cli.output import Output
 from tests.support.doc_blocks import COMMANDS, PAGES, PRINTED, READ_ELSEWHERE, ROOT, RUN, Block, blocks_in, blocks_of
 
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
+AT_NIGHT = ("advice", "plans", "solvers", "max-batch", "frameworks", "reading-a-plan", "offload")  # the longest pages
 WITH_SLOW_BLOCKS = [page for page in WITH_BLOCKS if any(block.slow for block in blocks_of(page))]
 _BEFORE_A_NUMBER = re.compile(r"[^0-9]*")
 
@@ -132,7 +133,8 @@ def run_page(page: Path, folder: Path) -> None:
 
 
 def marked(page: Path) -> Any:
-    return pytest.param(page, id=page_name(page), marks=[pytest.mark.slow] * (page in WITH_SLOW_BLOCKS))
+    marks = [pytest.mark.slow] * (page in WITH_SLOW_BLOCKS) + [pytest.mark.nightly] * (page.stem in AT_NIGHT)
+    return pytest.param(page, id=page_name(page), marks=marks)
 
 
 @pytest.mark.parametrize("page", map(marked, WITH_BLOCKS))

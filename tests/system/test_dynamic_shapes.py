@@ -15,6 +15,7 @@ import planner
 from planner import zoo
 from profiler.workload.workload import Workload
 from tests.support.dynamic_layers import handle_of, held_back, release, same, state
+from tests.support.nightly import by_day
 
 SHARE = 0.6  # of the unplanned peak of the largest batch
 
@@ -60,7 +61,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], list[int], list[int]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(SETTINGS))
+@pytest.fixture(scope="module", params=by_day(SETTINGS, ["bert"]))
 def trained(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module, Callable[[int], Any], list[int]]:
     """A planned model, an unplanned copy, batches of any size, and sizes to run."""
     torch.manual_seed(0)

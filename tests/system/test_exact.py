@@ -74,7 +74,7 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
 RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 
 
-BY_DAY = ["dropout", "batchnorm", "tuple", "skip", "in_place", "eats_input"]
+BY_DAY = ["dropout", "skip", "in_place"]
 
 
 @pytest.mark.parametrize("name", by_day(MODELS, BY_DAY))
@@ -96,7 +96,7 @@ def test_every_plan_is_exact_and_takes_the_predicted_bytes(name: str) -> None:
 KEPT = ["plain", "dropout", "batchnorm", "skip", "sequential", "tuple", "shared", "in_place"]
 
 
-@pytest.mark.parametrize("name", by_day(KEPT[:-1], ["batchnorm", "tuple"]))
+@pytest.mark.parametrize("name", by_day(KEPT[:-1], ["tuple"]))
 def test_keeping_everything_replays_the_measured_peak_exactly(name: str) -> None:
     work = workload(name)
     profile = planner.profile(work)
@@ -322,7 +322,7 @@ def test_an_input_changed_between_forward_and_backward_is_refused(
             loss.backward()
 
 
-@pytest.mark.parametrize("name", by_day(KEPT, ["skip", "in_place"]))
+@pytest.mark.parametrize("name", by_day(KEPT, ["in_place"]))
 def test_keeping_everything_replays_every_measured_phase_exactly(name: str) -> None:
     profile = planner.profile(workload(name))
     chain = chain_of(profile)

@@ -36,7 +36,7 @@ def as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     "ignore::FutureWarning", "ignore:planner. use_cache", "ignore:apply. expected the same bytes"
 )
 @pytest.mark.usefixtures("as_a_script")
-@pytest.mark.parametrize("name", by_day(NAMES, ["lora", "value_in_branch", "three_lengths"]))
+@pytest.mark.parametrize("name", by_day(NAMES, ["value_in_branch", "three_lengths"]))
 def test_an_example_trains_within_its_budget(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(file_of(name)), run_name="__main__")
     check_printed(capsys.readouterr().out)

@@ -16,7 +16,7 @@ from planner.errors import ProfileError
 from profiler.measurement.frugal_probe import FrugalProbe
 from profiler.workload.workload import Workload
 from tests.support.command_line import run
-from tests.support.nightly import by_day
+from tests.support.nightly import at_night, by_day
 from tests.support.odd_models import workload
 from tests.support.step_peaks import noted_peaks
 
@@ -175,7 +175,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("name", "sizes", "share"),
     [
         ("gpt2", {"layers": 8, "hidden": 32, "seq": 32, "vocab": 200}, 50),
-        ("mlp", {"layers": 16, "hidden": 64, "batch": 1024}, 65),  # of which most is what stages hand on
+        at_night("mlp", {"layers": 16, "hidden": 64, "batch": 1024}, 65),  # of which most is what stages hand on
     ],
 )
 def test_no_step_takes_more_than_the_limit(name: str, sizes: dict[str, int], share: int, peaks: list[int]) -> None:

@@ -43,6 +43,7 @@ def said_in(work: Workload, steps: int = 3) -> list[str]:
     return [str(warning.message) for warning in said]
 
 
+@pytest.mark.nightly
 def test_a_rate_that_was_nothing_when_profiled_is_said_once() -> None:
     work = workload([Residual() for _ in range(6)])
     with planner.apply(work.model, smallest_plan(work)):
@@ -90,6 +91,7 @@ def test_a_frozen_part_that_is_trained_now_is_said_once() -> None:
     assert sum("(a frozen one that is trained now); the peak is not promised" in line for line in said) == 1
 
 
+@pytest.mark.nightly
 def test_of_two_frozen_parts_the_one_that_is_trained_later_gets_its_gradient() -> None:
     work, other = (workload([Residual() for _ in range(6)]) for _ in range(2))
     for each in (work, other):
@@ -107,6 +109,7 @@ def test_of_two_frozen_parts_the_one_that_is_trained_later_gets_its_gradient() -
         assert one.grad is None or theirs.grad is None or torch.equal(one.grad, theirs.grad)
 
 
+@pytest.mark.nightly
 def test_a_part_that_is_frozen_is_said_where_its_casts_were_shared() -> None:
     plain, cast = (workload([Residual() for _ in range(6)], autocast=autocast) for autocast in (None, "bfloat16"))
     for work, expected in ((plain, 0), (cast, 1)):

@@ -138,6 +138,7 @@ def trains_in_a_third(limiting: Callable[[dict[str, int]], str], unplanned_bytes
     assert "within the budget" in planner_says("train", *target, "--plan", folder / "plan.json", "--steps", "2")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason=SKIP)
 def test_a_process_with_a_third_of_the_memory_profiles_plans_and_trains(unplanned_bytes: int, tmp_path: Path) -> None:
     def limiting(most: dict[str, int]) -> str:

@@ -12,13 +12,14 @@ from planner.cli.several_ranks import ENGINES, check_joined, settings_of_rank
 from planner.distributed import sharding
 from tests.support.command_line import SMALL, refused
 from tests.support.late_release import late_bytes
+from tests.support.nightly import by_day
 from tests.support.torchrun import output_of_ranks
 
 TRAIN = ["train", "zoo:mlp", "--set", "layers=6", "hidden=32", "batch=256", "--budget", "95%", "--steps", "2", "--json"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", by_day(ENGINES, ["fsdp2"]))
 def test_the_first_rank_prints_what_all_have_measured(engine: str) -> None:
     printed = output_of_ranks("-m", "planner", *TRAIN, "--shard", engine)
     document = json.loads(printed)

@@ -128,6 +128,7 @@ def killed_in_training(rank: int, group: Any) -> dict[str, Any]:
         }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_no_fault_of_one_rank_hangs_the_others_or_goes_unsaid():
     results = run_on_ranks(faults, ranks=RANKS, group_seconds=GROUP_SECONDS)

@@ -99,6 +99,7 @@ def test_a_prepared_loop_in_bfloat16_trains_to_the_same_bits_within_its_budget()
     assert max(peaks) <= budget_bytes
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_on_ranks_all_have_one_plan_and_losses_are_those_without_it() -> None:
     first, second = values_of_ranks(_on_ranks, group_seconds=60, limit_seconds=400)

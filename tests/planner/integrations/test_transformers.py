@@ -75,7 +75,7 @@ def assert_same_training(got: Run, expected: Run) -> None:
 @pytest.mark.parametrize(
     ("build", "budget", "settings"),
     [
-        (plain_trainer, "80%", {"data": ROWS, "gradient_accumulation_steps": 3, "max_steps": 2}),
+        at_night(plain_trainer, "80%", {"data": ROWS, "gradient_accumulation_steps": 3, "max_steps": 2}),
         (plain_trainer, "80%", {"data": ROWS, "bf16": True, "adapter": "LoRA", "max_steps": 3}),
         at_night(plain_trainer, "85%", {"data": ROWS, "adapter": "DoRA", "max_steps": 2}),
         at_night(plain_trainer, "85%", {"data": ROWS, "adapter": "prompt tuning", "max_steps": 2}),

@@ -99,7 +99,7 @@ STEPS = [
 ]
 
 
-BY_DAY = [(workload, False), (scaled, True)]
+BY_DAY = [(workload, False)]
 
 
 @pytest.mark.parametrize("case", by_day(STEPS, BY_DAY), ids=lambda case: case[0].__name__)

@@ -11,6 +11,7 @@ import planner
 from benchmarks.outside_meter import OutsideMeter
 from planner.plans import profiling
 from planner.plans.profiling import with_best_cut
+from tests.support.nightly import at_night
 
 
 class _Block(nn.Module):
@@ -81,8 +82,8 @@ class _Doubling(_Holder):
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [
-        (lambda net: net, "the model"),
-        (_Holder, "net"),
+        at_night(lambda net: net, "the model"),
+        at_night(_Holder, "net"),
         (lambda net: _Holder(_Holder(net)), "net.net"),
         (_Doubling, "the model"),
     ],

@@ -66,6 +66,7 @@ def test_a_thousand_stages_within_a_whole_call() -> None:
     assert solve_chain(Problem(chain=chain, budget_bytes=low - 1), "rotor").status == "infeasible"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_larger_budget_is_never_slower_on_a_long_chain() -> None:
     chain = large_chain(2, 300, 2)

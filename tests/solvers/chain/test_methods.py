@@ -18,6 +18,7 @@ from solvers.chain.persistent import shortage
 from solvers.chain.rotor import Table
 from solvers.problem.examples import equal_stages
 from tests.support.chains import UNIT, random_chain
+from tests.support.nightly import by_day
 
 OPTIMAL = ("rotor", "ilp", "exhaustive", "auto")
 QUICK = ("keep_all", "recompute_all", "chen_sqrt", "chen_greedy", "revolve", "rotor")
@@ -103,7 +104,7 @@ def test_uniform_chains_need_as_many_runs_as_griewank_and_walther_prove(count: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", by_day(range(4), [0, 1]))
 @pytest.mark.parametrize("menu", [1, 3])
 def test_a_larger_budget_is_never_slower(seed: int, menu: int) -> None:
     chain = large_chain(seed, 16, menu)
@@ -116,7 +117,7 @@ def test_a_larger_budget_is_never_slower(seed: int, menu: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", by_day(range(6), [0, 1]))
 def test_baselines_are_no_faster_than_the_optimum_and_that_no_faster_than_the_bound(seed: int) -> None:
     chain = large_chain(seed, 10, 1 + seed % 2)
     points = frontier(chain, "rotor")
