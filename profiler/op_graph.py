@@ -168,8 +168,8 @@ class StageOps:
                 continue
             if value not in writers:
                 raise ChoiceError(
-                    "a choice of what to keep: expected the stage's inputs that it reads again to be kept, "
-                    f"got input {number} dropped or changed in place; keep it"
+                    f"a choice of what to keep: input {number} of the stage, which recomputed ops read, is dropped or "
+                    "changed in place; keep it"
                 )
             ordinal = writers[value]
             if ordinal in rerun:
@@ -177,8 +177,8 @@ class StageOps:
             op = self.ops[ordinal]
             if op.not_rerunnable_reason and ordinal not in forced:
                 raise ChoiceError(
-                    f"op {ordinal} ({op.op} in {op.module or 'the stage itself'}): expected one that may run again, "
-                    f"got one that must not: {op.not_rerunnable_reason}; keep what it makes"
+                    f"op {ordinal} ({op.op} in {op.module or 'the stage itself'}) must not be recomputed: "
+                    f"{op.not_rerunnable_reason}; keep its results"
                 )
             rerun.add(ordinal)
             waiting.extend(op.reads)

@@ -32,15 +32,19 @@ SOLVE_SECONDS = 0.02  # chains of ten stages need no more
 _RUNS_AGAIN = 4
 _PACKAGES = ("planner", "profiler", "solvers")
 _ROOT = Path(planner.__file__).parents[1]
-# Expected, got, and what to do: what messages of the project say. The remedy begins with what somebody is to do.
-_IN_WORDS = re.compile(r"expected .+(, got|; it) .+", re.DOTALL)
+# Messages of the project say what went wrong and, after a semicolon, the remedy, which begins with a verb.
+_IN_WORDS = re.compile(r"expected .+(, got|; it) .+|.+; .+", re.DOTALL)
 _VERBS = [
     "add",
+    "allocate",
     "allow",
     "apply",
     "ask",
+    "bind",
+    "build",
     "call",
     "compile",
+    "compute",
     "correct",
     "do",
     "give",
@@ -59,6 +63,7 @@ _VERBS = [
     "raise",
     "register",
     "remove",
+    "replace",
     "run",
     "save",
     "say",
@@ -260,7 +265,7 @@ def _of_error(error: Exception, *, profiling: bool = False) -> Verdict:
     text = str(error)
     if not raised_by_us or not _IN_WORDS.search(text):
         return "crash"
-    if profiling and "expected a training step that runs" in text:
+    if profiling and "the training step fails" in text:
         return "crash"  # It does run.
     return "refused" if has_remedy(text) else "speechless"
 

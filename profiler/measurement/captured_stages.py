@@ -236,7 +236,7 @@ def _first_line(error: BaseException) -> str:
 
 
 REPEATS = 5
-DIFFERS = "a second run of it on the same tensors made something else"
+DIFFERS = "a recomputation on the same tensors gave another result"
 _PREPARED = Mark("forward")
 # Host code of these reads where random numbers begin: their forward gives it as CPU tensors (outside of CUDA graphs),
 # whatever tracing says, and on the device it would end the process. Flash attention's are on the device.
@@ -437,8 +437,7 @@ def _run(call: _Call) -> Any:
     except RuntimeError as error:  # Of values that it needs, or of types that tracing had wrong.
         module = module_of(call.op)
         raise CaptureError(
-            f"profile: expected ops that can be measured by themselves, got {call.target}"
-            f"{module and f' in {module}'}, which says {error}"
+            f"profile: {call.target}{module and f' in {module}'} cannot be measured by itself: {error}"
         ) from error
 
 

@@ -325,9 +325,10 @@ class FrugalProbe(StageProbe):
         stage = f" of stage {self.stages[mark.place.index].name!r}" if mark.place and mark.place.kind == "stage" else ""
         op = f", in {meter.ops[mark]}" if mark in meter.ops else ""
         raise ProfileError(
-            f"profile: expected a limit of at least {needed_bytes} bytes ({needed_bytes / MIB:,.1f} MiB), got "
-            f"{self.limit_bytes} ({self.limit_bytes / MIB:,.1f} MiB), {needed_bytes - self.limit_bytes} too few: so "
-            f"much takes a step that {what}, in {_PHASES.get(mark.phase, f'the {mark.phase}')}{stage}{op}; "
+            f"profile: the limit is too low for a step that {what}: it takes {needed_bytes} bytes "
+            f"({needed_bytes / MIB:,.1f} MiB) in {_PHASES.get(mark.phase, f'the {mark.phase}')}{stage}{op}, "
+            f"{needed_bytes - self.limit_bytes} more than the limit of {self.limit_bytes} "
+            f"({self.limit_bytes / MIB:,.1f} MiB); "
             f"{remedies(self.workload, needed_bytes, self.limit_bytes)}"
         )
 
@@ -339,7 +340,7 @@ class FrugalProbe(StageProbe):
         kept = self._kept((), ())
         lean = self.ran(lambda each: FrugalSavingStep(self, each, kept), make_meter())
         phases = largest(lean.phases)
-        self._check(_with_more(phases, {}), "runs every stage again")
+        self._check(_with_more(phases, {}), "recomputes every stage")
         freed_in = {
             k: min(mark.place.index, last)
             for (k, leaf), mark in lean.seen.input_deaths.items()
@@ -423,7 +424,7 @@ class FrugalProbe(StageProbe):
         windows = [self._counted(ran(self._kept((), self._boundaries_of(window)))) for window in self._windows]
         self._bases = [largest(each.phases) for each in windows]  # They say which steps follow.
         for window, phases in zip(self._windows, self._bases, strict=True):
-            self._check(_with_more(phases, {}), "runs every stage again", self._boundaries_of(window))
+            self._check(_with_more(phases, {}), "recomputes every stage", self._boundaries_of(window))
         base = self._base_of(self._bases)
         self._refine(base)
         steps = {k: step for kept in self._sets() for step in [ran(self._kept_around(kept))] for k in kept}

@@ -70,8 +70,8 @@ Progress = Callable[[str, int, int], None]
 TURNS = 3  # of a plain step and a forward without keeping
 _RUNS = 5 + 2 * TURNS
 SEVERAL_CALLS = (
-    "profile: expected a step that calls the model once, got several calls before one backward (by the loss?); put "
-    "what calls it into one module, and train that"
+    "profile: the step calls the model several times before one backward (by the loss?); put these calls into one "
+    "module, and train that"
 )
 
 

@@ -84,8 +84,7 @@ def profile(
     request = _Request(stages, programs, every_stage)
     if limit_bytes is not None and is_compiled(workload.model):
         raise ProfileError(
-            "profile: expected a model that is not compiled where there is a limit, got a compiled one; profile it "
-            "before torch.compile"
+            "profile: a compiled model cannot be profiled within a limit; profile it before torch.compile"
         )
     if is_limited() or (limit_bytes is not None and is_short(limit_bytes)):
         give_back_freed_memory(workload.device)
@@ -111,13 +110,11 @@ def check_profilable(workload: Workload) -> None:
             "plan drops at once, and no budget would hold; turn it off while the model trains under a plan"
         )
     if is_patched(workload.model):
-        raise ProfileError(
-            "profile: expected a model without a plan, got a planned one; call its handle's remove() first"
-        )
+        raise ProfileError("profile: the model is planned already; call its handle's remove() first")
     if any(tensor.is_nested and tensor.layout is torch.strided for tensor in tensors_in(workload.inputs)):
         raise ProfileError(
-            "profile: expected inputs that stages can take again, got a nested tensor of torch's older kind; make it "
-            "with torch.nested.nested_tensor(..., layout=torch.jagged)"
+            "profile: the inputs hold a nested tensor of torch's older kind, with which no stage can be recomputed; "
+            "make it with torch.nested.nested_tensor(..., layout=torch.jagged)"
         )
     try:
         inner_model(workload.model)
@@ -160,8 +157,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             if isinstance(error, ProfileError):
                 raise
             raise ProfileError(
-                f"profile: expected a step that runs the same way several times and under saved-tensor hooks, got "
-                f"{_failure(error)}"
+                f"profile: the step does not run several times the same way, with saved-tensor hooks: {_failure(error)}"
             ) from error
         profile = replace(profile, frugal=limit_bytes is not None, unsteady=(*profile.unsteady, *drawn))
         if limit_bytes is None:
@@ -174,8 +170,8 @@ def _failure(error: Exception) -> str:
     """Returns the failure of a step in words, and the remedy."""
     if isinstance(error, StopIteration):
         return (
-            "StopIteration: profiling runs it some dozens of times; train on a batch that is there, not on the next "
-            "one of an iterator"
+            "StopIteration: profiling runs the step some dozens of times; train on a batch that is there, not on the "
+            "next one of an iterator"
         )
     if "torch.func" in str(error) and "saved tensor hooks" in str(error):
         return f"{type(error).__name__}: {str(error).splitlines()[0]} A step that calls torch.func cannot be planned"
@@ -199,12 +195,12 @@ def ran_out_in_words(error: BaseException, limit_bytes: int | None, workload: Wo
     while isinstance(error, ProfileError) and error.__cause__ is not None:
         error = error.__cause__
     said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    how = "although every stage ran again" if limit_bytes is not None else "in a plain step"
+    step = "a step that recomputes every stage" if limit_bytes is not None else "a plain training step"
     states_mib = resident_bytes_of(workload).total / MIB
     return (
-        f"profile: expected memory for a training step, got none left {how} ({said}{where and f', {where}'}); what "
-        f"the model holds from step to step takes {states_mib:,.1f} MiB; make the batch smaller, take an optimizer or "
-        "a precision that needs less, or a device with more memory"
+        f"profile: {step} runs out of memory ({said}{where and f', {where}'}); the model, its gradients and the "
+        f"optimizer hold {states_mib:,.1f} MiB from step to step; make the batch smaller, take an optimizer or a "
+        "precision that needs less, or a device with more memory"
     )
 
 

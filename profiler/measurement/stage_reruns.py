@@ -40,8 +40,8 @@ class RerunTimes:
 
 _CHANGED_AFTERWARDS = "its input is changed in place afterwards"
 STORES = "it stores tensors of its forward (in an attribute, a cache or a hook)"
-_OTHER_SAVES = "running it a second time saves other tensors (a cache or a counter changed)"
-_OTHER_RESULT = "running it a second time gives another result"
+_OTHER_SAVES = "recomputing it saves other tensors (a cache or a counter changed)"
+_OTHER_RESULT = "recomputing it gives another result"
 _REMEDIES = {
     _CHANGED_AFTERWARDS: "write into a new tensor there (x = x + y for x += y)",
     STORES: "return them, or store them in evaluation mode only (if not self.training: ...); take weight_norm and "
@@ -146,7 +146,7 @@ def _rerun(first: FirstRun, device: torch.device, *, compiled: bool) -> RerunTim
         failure = _why_not_the_same(first, device, compiled=compiled)
         timed = _timed(first, device)
     except Exception as error:  # noqa: BLE001 - user code runs here; whatever it raises, it cannot be recomputed.
-        failure, raised = f"running it a second time fails: {error}", error
+        failure, raised = f"recomputing it fails: {error}", error
     return replace(timed, failure=first_failure(failure, raised))
 
 

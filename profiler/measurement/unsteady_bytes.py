@@ -228,8 +228,8 @@ def _states(workload: Workload, first_bytes: int) -> Iterator[str]:
 def _loop(workload: Workload, first_bytes: int) -> Iterator[str]:
     if workload.custom_step is not None and workload.custom_step.retains:
         yield (
-            "backward goes more than once through one graph (retain_graph, autograd.grad): what it passes, and what "
-            "runs again for it, is held until the last time"
+            "backward goes more than once through one graph (retain_graph, autograd.grad): its tensors, and those "
+            "recomputed for it, are held until the last time"
         )
     if workload.custom_step is not None and (grown := distinct_bytes(held_by_loop(workload)) - first_bytes) > 0:
         yield f"what the loop holds grows from step to step: by {grown} bytes in the steps that were measured"

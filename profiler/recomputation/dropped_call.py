@@ -176,7 +176,7 @@ class DroppedCall:
         while not calls[-1].input.is_whole and (before is None or before.call is not calls[-1].previous):
             previous = calls[-1].previous
             if previous is None or previous.done:
-                raise RerunError("expected stages to be used in backward in the reverse order of their forward")
+                raise RerunError("backward uses stages in another order than the reverse of their forward")
             calls.append(previous)
         for call in reversed(calls[1:]):
             before = call._run_on(before, "drop")
@@ -206,7 +206,10 @@ class DroppedCall:
         """
         saved, output = self._run_module(mode, args, kwargs, self._still_needed())
         if saved is not None and len(saved) != len(self._placeholders):
-            raise RerunError(f"expected {len(self._placeholders)} saved tensors, got {len(saved)} in its second run")
+            raise RerunError(
+                f"its recomputation saved {len(saved)} tensors for backward, the first run {len(self._placeholders)}; "
+                "let its forward save the same tensors in every call"
+            )
         return saved, output
 
     def _run_module(self, mode: RecomputeMode, args: Any, kwargs: Any, saw: Saw) -> tuple[list[Tensor] | None, Any]:

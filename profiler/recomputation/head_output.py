@@ -150,8 +150,8 @@ class HeadOutput(Tensor):
             return HeadOutput.bare(given.call, given.rows.detach(), given.kind, classes_last=given.classes_last)
         if func._schema.is_mutable:
             raise ChangedInPlace(
-                f"expected a head's output that is left as it is, as its loss runs in pieces, got {func} that changes "
-                "it; write the result into a new tensor, or plan without numerics='rounding'"
+                f"{func} changes the output of a head whose loss runs in pieces; write the result into a new tensor, "
+                "or plan without numerics='rounding'"
             )
         args, kwargs = pytree.tree_map_only(HeadOutput, HeadOutput.values, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -458,7 +458,7 @@ class ModuleState:
             )
             raise _changed_in_place(f"{next(names, '')!r}, a parameter of shape {tuple(parameter.shape)}")
         if storage is not None and parameter.numel() and not storage.nbytes():
-            raise RerunError("expected parameters as in forward, got one whose memory was given back")
+            raise RerunError("the memory of a parameter was given back after forward; keep it until backward is over")
 
 
 def _are_same(now: Any, before: Any) -> bool:
@@ -503,8 +503,8 @@ def _rebind(variables: list[tuple[types.CellType, Any]], names: list[tuple[dict[
 
 def _changed_in_place(what: str) -> RerunError:
     return RerunError(
-        f"expected {what}, to be as it was in forward, got one that was changed in place since; call backward before "
-        "the optimizer steps or anything else writes to it"
+        f"{what}, was changed in place since forward; call backward before the optimizer steps or anything else writes "
+        "to it"
     )
 
 

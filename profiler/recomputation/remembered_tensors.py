@@ -150,7 +150,7 @@ class RememberedParameter(NamedTuple):
         span = self.offset + 1 + sum((n - 1) * stride for n, stride in zip(size, self.stride, strict=True))
         assert self.storage is not None
         if span * dtype.itemsize > self.storage.nbytes():
-            raise RerunError("expected parameters as in forward, got one of another shape or type")
+            raise RerunError("a parameter has another shape or type than in forward; change it after backward")
         return tensor_over(self.storage, (size, self.stride, self.offset, dtype, False, False))
 
 

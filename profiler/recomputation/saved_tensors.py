@@ -96,8 +96,8 @@ class SavedParameter(SavedTensor):
                 self._storage = storage_key(parameter)
         elif self._storage != storage_key(parameter):
             raise RerunError(
-                "expected a parameter to stay where it was when gradients were taken with create_graph=True, got one "
-                "whose .data was replaced since; replace it after the last backward of the step"
+                "the .data of a parameter was replaced after gradients were taken with create_graph=True; replace it "
+                "after the last backward of the step"
             )
         return parameter
 

@@ -90,8 +90,8 @@ def compared(workload: Workload, pieces: PiecesRecord, *, frugal: bool) -> Piece
     allowed = math.sqrt(max(torch.finfo(dtype).eps for dtype in (plain.precision, apart.precision)))
     if any_rank(not all(each <= allowed for each in (of_loss, *of_gradients))):
         raise NotInPieces(
-            f"expected rows that do not depend on each other, got a loss that differs by {difference:.1e} and "
-            f"gradients that differ by {gradients:.1e} where they are taken apart"
+            f"its rows depend on each other: taken apart, the loss differs by {difference:.1e} and the gradients by "
+            f"{gradients:.1e}"
         )
     return replace(pieces, loss_difference=difference, gradient_difference=gradients)
 

@@ -451,9 +451,8 @@ def _check_places(parameters: Sequence[Tensor], lay: Sequence[int]) -> None:
     for parameter, before in zip(parameters, lay, strict=True):
         if parameter.untyped_storage()._cdata != before:
             raise RerunError(
-                "expected parameters to lie in backward where they lay in forward, got one of shape "
-                f"{tuple(parameter.shape)} whose .data was replaced in between, of a stage that runs again in part; "
-                "replace it after backward, or profile with menus=False"
+                f"the .data of a parameter of shape {tuple(parameter.shape)} was replaced between the forward and the "
+                "backward of a stage that is recomputed in part; replace it after backward, or profile with menus=False"
             )
 
 
@@ -476,13 +475,13 @@ def _check_backward(ctx: Any) -> None:
     """Refuse what the program of a backward was not traced for."""
     if torch.is_grad_enabled():
         raise CaptureError(
-            "backward: expected gradients without a graph of their own, got create_graph=True, which the profiled step "
-            "did not ask for; profile the step as it is, or profile with menus=False"
+            "backward runs with create_graph=True, which the profiled step did not ask for; profile the step as it is, "
+            "or profile with menus=False"
         )
     if torch.is_autocast_enabled(ctx.device_type) and not ctx.casts:
         raise CaptureError(
-            "backward: expected it outside of autocast, where this stage's forward ran, got it inside; leave autocast "
-            "before backward, as torch's documentation advises, or profile with menus=False"
+            "backward runs inside autocast, and this stage's forward ran outside of autocast; leave autocast before "
+            "backward, as torch's documentation advises, or profile with menus=False"
         )
 
 
@@ -496,8 +495,8 @@ def _as_traced(gradient: Tensor, size: torch.Size, stride: Sequence[int]) -> Ten
 
 
 CHANGED = (
-    "expected {} that ops which run again read to be as it was in forward, got one that was changed in place since; "
-    "call backward before anything writes to it, or profile with menus=False"
+    "{} that recomputed ops read was changed in place since; call backward before anything writes to it, or profile "
+    "with menus=False"
 )
 
 

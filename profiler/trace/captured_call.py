@@ -74,7 +74,7 @@ class UnsettledError(CaptureError):
 CONTIGUOUS = GradientLayouts()
 _INSIDE = "module."
 _MOST_CONSTANT_BYTES = 4096
-_NOTHING_TRAINED = "expected a call that computes something to train, got one without"
+_NOTHING_TRAINED = "it computes nothing to train"
 _FRESH = ("non_alias", "unsafe_view_alias")  # kinds of outputs with memory of their own
 
 
@@ -164,36 +164,28 @@ def capture_call(
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(arguments))
         except Exception as error:  # The module's own code runs here, and torch's tracing.
             said = next(iter(str(error).strip().splitlines()), "")
-            raise CaptureError(
-                f"expected a call that is traced as one graph of ops, got {type(error).__name__}: {said}"
-            ) from error
+            raise CaptureError(f"it is not traced as one graph of ops: {type(error).__name__}: {said}") from error
         if state.has_changed():
             raise UnsettledError(
-                "expected a call that changes nothing but buffers, got one that sets attributes of its modules, or "
-                "draws numbers that are not torch's: a program would not",
+                "it sets attributes of its modules, or draws numbers that are not torch's, which a program would not",
                 state.plain_changes(),
             )
     if written := [container for container, before in containers if copied(container) != before]:
         for container, before in containers:
             refill(container, before)
         raise CaptureError(
-            f"expected a call that changes nothing but buffers, got one that changes a {type(written[0]).__name__} of "
-            "its file: a program would not"
+            f"it changes a {type(written[0]).__name__} among the globals of its file, which a program would not"
         )
     if flat.changed_arguments:
-        raise CaptureError(
-            "expected a call that leaves its arguments as they are, got one that adds to or takes from them"
-        )
+        raise CaptureError("it adds to its arguments, or takes from them")
     if hooks:
         raise CaptureError(
-            "expected a call that leaves what it saves for backward to autograd, got one with hooks on saved tensors "
-            "(torch.utils.checkpoint, save_on_cpu): a program would call none"
+            "it has hooks on saved tensors (torch.utils.checkpoint, save_on_cpu), which a program would not call"
         )
     outputs = joint._aot_state.fw_metadata.output_info
     if any(each.output_type.name not in _FRESH for each in outputs):
         raise CaptureError(
-            "expected a call that returns tensors of its own or its arguments, got one that returns a parameter, or a "
-            "view of something"
+            "it returns a parameter, or a view of something, and not only tensors of its own or its arguments"
         )
     module_graph = joint.graph_module
     (output,) = module_graph.graph.find_nodes(op="output")
@@ -207,8 +199,7 @@ def capture_call(
     graph = JointGraph(module_graph, forward_outputs)
     if any(map(has_own_generator, graph.ops)):
         raise CaptureError(
-            "expected a call that draws from torch's own generator, got one that draws from another, which a program "
-            "would neither make nor seed anew"
+            "it draws from another generator than torch's own, which a program would neither make nor seed anew"
         )
     _hold_constants_uncounted(graph)
     described = [*described[:forward_outputs], *_split_sums(graph, described[forward_outputs:])]
@@ -227,8 +218,8 @@ def _hold_constants_uncounted(graph: JointGraph) -> None:
         constant = getattr(graph.module, str(node.target))
         if constant.nbytes > _MOST_CONSTANT_BYTES:
             raise CaptureError(
-                f"expected a call that makes no large tensors of numbers in its code, got one of {constant.nbytes:,} "
-                "bytes, which a program would hold from step to step"
+                f"it makes a tensor of {constant.nbytes:,} bytes from numbers in its code, which a program would hold "
+                "from step to step"
             )
         if constant.device.type == "cpu" and constant.nbytes:
             memory = torch.from_numpy(np.empty(constant.nbytes, np.uint8))
@@ -403,15 +394,15 @@ def _described(graph: JointGraph, described: Any, flat: _FlatCall, outputs: Any)
     for each in described[: graph.forward_outputs]:
         if isinstance(each, InputMutationAOTOutput):
             if not isinstance(each.mutated_input, BufferAOTInput):
-                raise CaptureError("expected a call that writes to buffers alone, got one that changes its arguments")
+                raise CaptureError("it changes its arguments")
             written.append(_source(each.mutated_input))  # type: ignore[arg-type]
         elif not isinstance(each, PlainAOTOutput):
-            raise CaptureError(f"expected a call that returns tensors of its own, got {type(each).__name__}")
+            raise CaptureError(f"it returns a {type(each).__name__}, which is no tensor of its own")
     tangents: list[int] = []
     for node in graph.tangents:
         of = node.meta["desc"].output if isinstance(node.meta["desc"], TangentAOTInput) else None
         if not isinstance(of, PlainAOTOutput):
-            raise CaptureError("expected gradients of what the call returns, got one of something else")
+            raise CaptureError("its backward takes gradients of other tensors than its outputs")
         tangents.append(of.idx)
     if not tangents:
         raise CaptureError(_NOTHING_TRAINED)
@@ -435,4 +426,4 @@ def _source(described: Any) -> str | int:
         return described.idx
     if isinstance(described, (ParamAOTInput, BufferAOTInput)):
         return described.target.removeprefix(_INSIDE)
-    raise CaptureError(f"expected inputs that are parameters, buffers or arguments, got {type(described).__name__}")
+    raise CaptureError(f"it reads a {type(described).__name__}, which is no parameter, buffer or argument")

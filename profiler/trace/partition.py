@@ -528,7 +528,7 @@ def _obstacle(call: Call) -> tuple[str, str]:
 
 
 _SIDE_EFFECTS = {
-    _HOST_RANDOM: "draw with torch.rand and its like, whose state is put back for a second run",
+    _HOST_RANDOM: "draw with torch.rand and its like, whose state is put back for a recomputation",
     _FOREIGN_CHANGE: "change it between steps, or keep it in a buffer of the module itself",
 }
 
@@ -539,4 +539,7 @@ def _holder(call: Call) -> tuple[str, str]:
         remedy = "pass no cache (use_cache=False)"
     if call.fills:
         return f"it puts tensors into a {call.fills} that it is given and does not return", remedy
-    return f"it passes a {call.opaque} that holds tensors, which a second run could not be given as they were", remedy
+    return (
+        f"it passes a {call.opaque} that holds tensors, which a recomputation could not be given as they were",
+        remedy,
+    )

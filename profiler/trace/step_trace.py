@@ -299,8 +299,8 @@ class StepRecorder(TorchDispatchMode):
                 return packed
             if packed.tensor is None:
                 raise ValueError(
-                    "expected a forward that can be profiled within a limit, got one that goes backward through itself "
-                    "(for forces, or a penalty on gradients); compute that in a step of its own"
+                    "a forward that goes backward through itself (for forces, or a penalty on gradients) cannot be "
+                    "profiled within a limit; compute that in a step of its own"
                 )
             if self.side == "forward":
                 for position in packed.calls:

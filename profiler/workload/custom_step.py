@@ -186,9 +186,9 @@ class _Watch:
         """Refuse a step that was none; raises StepError."""
         if not self.called_at_all:
             raise StepError(
-                "Workload: expected a step that calls the model in training mode with gradients enabled, got one that "
-                "does not; pass the module that it calls as model(...), or a module whose forward calls the method "
-                "that trains (log_prob, loss), call that in the step, and call model.train()"
+                "Workload: the step does not call the model in training mode with gradients enabled; pass the module "
+                "that it calls as model(...), or a module whose forward calls the method that trains (log_prob, "
+                "loss), call that in the step, and call model.train()"
             )
         if self.transformed:
             raise StepError(
@@ -197,8 +197,8 @@ class _Watch:
             )
         if not self.backwards:
             raise StepError(
-                "Workload: expected a step that runs backward through the model's output, got one that does not; let "
-                "the function run forward, backward and the optimizer's step"
+                "Workload: the step runs no backward through the model's output; let the function run forward, "
+                "backward and the optimizer's step"
             )
 
 

@@ -27,8 +27,7 @@ def check_initialised(model: nn.Module, who: str) -> None:
     lazy = [name for name, tensor in _tensors(model) if is_lazy(tensor)]
     if lazy:
         raise ValueError(
-            f"{who}: expected a model whose parameters have shapes, got lazy modules that have not run "
-            f"({_some(lazy)}); "
+            f"{who}: the model has lazy modules that have not run ({_some(lazy)}); "
             "run one forward first: model(batch), and only then make the optimizer"
         )
 
@@ -39,8 +38,8 @@ def check_ready(model: nn.Module, who: str) -> None:
     meta = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if meta:
         raise ValueError(
-            f"{who}: expected a model whose parameters hold data, got a model on the meta device ({_some(meta)}); "
-            "materialise it: model.to_empty(device=...), and then load or initialise its weights"
+            f"{who}: the model is on the meta device ({_some(meta)}), where parameters hold no data; allocate it: "
+            "model.to_empty(device=...), and then load or initialise its weights"
         )
 
 
@@ -221,6 +220,6 @@ def check_no_checkpointing(model: nn.Module, who: str) -> None:
             off = "gradient_checkpointing_disable()" if hasattr(model, "gradient_checkpointing_disable") else ""
             off = off or "set_grad_checkpointing(False)"
             raise ValueError(
-                f"{who}: expected a model without checkpointing of its own, got it switched on"
-                f"{f' in {name!r}' if name else ''}; call model.{off}: the plan chooses what is recomputed"
+                f"{who}: the model's own checkpointing is on{f' in {name!r}' if name else ''}; call model.{off}: the "
+                "plan chooses what is recomputed"
             )

@@ -234,8 +234,8 @@ class Restoring:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise RestoreError(
-                f"{what}: expected what can be copied to host memory and put back after the measured steps, got "
-                f"{_said(error)}; keep it out of the workload, or make it a plain tensor"
+                f"{what} cannot be copied to host memory and put back after the measured steps: {_said(error)}; keep "
+                "it out of the workload, or make it a plain tensor"
             ) from error
         self.add(what, put_back)
 
@@ -275,8 +275,8 @@ def _failed(failures: list[tuple[str, Exception]]) -> RestoreError:
     named = "; ".join(f"{what}: {_said(error)}" for what, error in failures[:_MOST_NAMED])
     more = f"; and {len(failures) - _MOST_NAMED} more" if len(failures) > _MOST_NAMED else ""
     return RestoreError(
-        f"expected everything to be put back after the measured steps, got {len(failures)} that could not be "
-        f"({named}{more}); all else is as before: build what is named anew, or load it from a checkpoint"
+        f"{len(failures)} things could not be put back after the measured steps ({named}{more}); all else is as it "
+        "was. Build what is named anew, or load it from a checkpoint"
     )
 
 

@@ -118,8 +118,8 @@ class _UnknownOptimizers:
             if id(optimizer) not in self._used:
                 count = len(stepped_parameters([optimizer]))
                 raise ProfileError(
-                    f"optimizer: expected one of this model's or its loss's parameters, got {_a(optimizer)} of "
-                    f"{count} others, which have no gradient after backward; make it from model.parameters()"
+                    f"optimizer: {_a(optimizer)} holds {count} parameters that are neither this model's nor its "
+                    "loss's, and have no gradient after backward; make it from model.parameters()"
                 )
 
     def _values(self) -> list[Tensor]:
@@ -145,7 +145,7 @@ def checked_step(workload: Workload, run: Callable[[], Result]) -> Result:
         raise ProfileError(f"profile: {str(error).removeprefix('Workload: ')}") from error
     except Exception as error:  # User code runs here; whatever it raises is reported as its failure.
         raise ProfileError(
-            f"profile: expected a training step that runs, got {type(error).__name__}: {error}; "
+            f"profile: the training step fails: {type(error).__name__}: {error}; "
             "correct the model, its inputs or the loss"
         ) from error
 
@@ -162,13 +162,12 @@ def until_stepped(workload: Workload, run: Callable[[], Result]) -> Result:
             return result
     if workload.custom_step is not None and _finite_gradients(workload):
         raise ProfileError(
-            f"step: expected a step that updates the parameters, got no optimizer's step in {SKIPPED_STEPS} calls, "
-            "each from the same state; where every n-th call updates, let one call run the n micro-batches of an "
-            "update; where a scaler leaves it out, correct the loss"
+            f"step: no optimizer's step in {SKIPPED_STEPS} calls, each from the same state; where every n-th call "
+            "updates, let one call run the n micro-batches of an update; where a scaler leaves it out, correct the loss"
         )
     raise ProfileError(
-        f"profile: expected finite gradients once the loss scale is small enough, got inf or NaN in {SKIPPED_STEPS} "
-        "steps in a row; correct the loss, or use bfloat16"
+        f"profile: no finite gradients in {SKIPPED_STEPS} steps in a row, however small the loss scale becomes; "
+        "correct the loss, or use bfloat16"
     )
 
 

@@ -268,8 +268,8 @@ class Workload:
         """Refuse a step of an optimizer whose states nobody would put back; raises StepError."""
         if not any(optimizer is known for known in with_inner(self.optimizers)):
             raise StepError(
-                f"Workload: expected the optimizers that the step uses, got a {type(optimizer).__name__} that it does "
-                "not refer to; pass optimizer=, or a list of them"
+                f"Workload: a {type(optimizer).__name__} steps that the step function does not refer to; pass "
+                "optimizer=, or a list of them"
             )
 
     def _stop(self, before: Sequence[tuple[bool, bool]]) -> None:
@@ -366,8 +366,7 @@ class Workload:
         loss = self.loss(output) if self.loss is not None else own_loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             if not torch.is_grad_enabled():
-                message = "expected gradients to be enabled, got no_grad or inference_mode; leave that context"
-                raise StepError(f"Workload: {message}")
+                raise StepError("Workload: gradients are off (no_grad or inference_mode); leave that context")
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             remedy = "pass loss=, a callable on the model's output, or labels in the inputs"
             if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -445,8 +444,8 @@ def check_kinds(model: Any, inputs: Any, loss: Any) -> None:
         raise ValueError(f"Workload: expected loss to be callable or None, got {type(loss).__name__}; pass one")
     if others := _more_arguments(loss):
         raise ValueError(
-            f"Workload: expected a loss of the model's output alone, got one that takes {' and '.join(others)}, too; "
-            "bind the rest: loss=lambda output: loss(output, target)"
+            f"Workload: the loss takes {' and '.join(others)}, and it is called with the model's output alone; bind "
+            "the rest: loss=lambda output: loss(output, target)"
         )
 
 
@@ -488,9 +487,8 @@ def check_update(optimizers: Sequence[torch.optim.Optimizer], scaler: Any, clip_
         raise ValueError(f"Workload: expected clip_norm to be a number above zero or None, got {clip_norm!r}; pass one")
     if scaler is not None and (closed := [each for each in optimizers if wants_closure(each)]):
         raise ValueError(
-            "Workload: expected an optimizer whose step takes no closure beside a scaler, got "
-            f"{optimizer_names(closed)}"
-            ", which torch.amp.GradScaler does not step; leave the scaler out"
+            f"Workload: torch.amp.GradScaler does not step {optimizer_names(closed)}, whose step takes a closure; "
+            "leave the scaler out"
         )
     if not optimizers and not (scaler is None and clip_norm is None):
         raise ValueError("Workload: expected an optimizer beside scaler and clip_norm, got none; pass optimizer=")

@@ -42,7 +42,7 @@ MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda made: planner.Workload(model=model()), "expected inputs", "pass inputs=batch"),
     (lambda made: workload(inputs=torch.utils.data.DataLoader([X])), "got DataLoader", "pass one batch of it"),
     (lambda made: workload(loss=X.mean()), "expected loss to be callable", "pass one"),
-    (lambda made: workload(loss=nn.MSELoss()), "takes input and target, too", "lambda output: loss(output, target)"),
+    (lambda made: workload(loss=nn.MSELoss()), "takes input and target, and", "lambda output: loss(output, target)"),
     (lambda made: workload(optimizer=torch.optim.Adam), "got type", "pass an instance"),
     (lambda made: workload(clip_norm=1.0), "beside scaler and clip_norm, got none", "pass optimizer="),
     (lambda made: planner.Workload(model=model(), step=squared(X)), "function of no arguments", "got Tensor"),
@@ -84,8 +84,8 @@ def test_what_a_step_is_told_stands_alone():
     """No second remedy that does not help."""
     other = model()
     for step, cause in (
-        (lambda: squared(other(X)).backward(), "calls the model"),
-        (lambda: None, "calls the model"),
+        (lambda: squared(other(X)).backward(), "does not call the model"),
+        (lambda: None, "does not call the model"),
     ):
         with pytest.raises(planner.errors.ProfileError, match=cause) as caught:
             planner.profile(planner.Workload(model=model(), step=step))

@@ -119,7 +119,7 @@ def stage(name: str, **values) -> StageRecord:
 
 @pytest.fixture
 def profile():
-    twice = "running it a second time gives another result"
+    twice = "recomputing it gives another result"
     return Profile(
         model_class="Net", input_shapes=((1, 1),),
         device="cpu", device_name="a machine", torch_version="2", precision="float32",

@@ -255,9 +255,9 @@ def test_a_planned_model_is_not_profiled_nor_planned_again() -> None:
     work = workload("plain")
     plan = smallest_plan(work)
     with planner.apply(work.model, plan):
-        with pytest.raises(planner.errors.ProfileError, match="without a plan"):
+        with pytest.raises(planner.errors.ProfileError, match="is planned already"):
             planner.profile(work)
-        with pytest.raises(ValueError, match="without a plan"):
+        with pytest.raises(ValueError, match="is planned already"):
             planner.apply(nn.Sequential(work.model), plan)
 
 

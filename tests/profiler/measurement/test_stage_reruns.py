@@ -212,7 +212,7 @@ def test_what_a_second_run_raises_is_said() -> None:
 
     first_time()
     for reruns in reruns_of(Net(Block(fails_again)), before=first_time):
-        assert reruns[0].failure == "running it a second time fails: once is enough" and reruns[0].remedy == ""
+        assert reruns[0].failure == "recomputing it fails: once is enough" and reruns[0].remedy == ""
 
 
 def test_an_input_that_is_changed_afterwards_is_said() -> None:

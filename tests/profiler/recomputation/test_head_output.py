@@ -212,7 +212,7 @@ def test_a_step_holds_no_output_that_it_was_taken_of():
 
 def test_a_change_in_place_is_refused_in_words():
     logits = HeadInPieces(nn.Linear(8, 9), 4).wrapped(nn.Linear(8, 9).forward)(torch.randn(16, 8))
-    with pytest.raises(RuntimeError, match="left as it is, as its loss runs in pieces"):
+    with pytest.raises(RuntimeError, match="changes the output of a head whose loss runs in pieces"):
         logits /= 2
 
 

@@ -64,7 +64,7 @@ def test_a_graph_of_gradients_holds_a_parameter_where_it_was() -> None:
     assert saved.tensor() is parameter  # With gradients: from now on it has to stay.
     assert saved.tensor() is parameter
     parameter.data = torch.zeros(2)
-    with pytest.raises(RerunError, match="whose .data was replaced since"):
+    with pytest.raises(RerunError, match="the .data of a parameter was replaced"):
         saved.tensor()
 
 

@@ -378,7 +378,7 @@ def test_what_no_program_could_do_is_refused(module: nn.Module, why: str) -> Non
 
 def test_a_call_without_anything_to_train_is_refused() -> None:
     module = nn.Linear(8, 8).requires_grad_(False)
-    with pytest.raises(CaptureError, match="something to train"):
+    with pytest.raises(CaptureError, match="nothing to train"):
         capture_call(module, module.forward, (torch.randn(4, 8),), {})
 
 

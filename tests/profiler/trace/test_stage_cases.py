@@ -29,9 +29,9 @@ REFUSED = {
     "item": "aten._local_scalar_dense",
     "batchnorm_average": "aten._local_scalar_dense",
     "embedding_sparse": "aten.nonzero",
-    "reductions": "inputs that are parameters, buffers or arguments",
+    "reductions": "no parameter, buffer or argument",
     "embedding_clipped": "changes its arguments",
-    "own_generator": "torch's own generator",
+    "own_generator": "generator than torch's own",
     **dict.fromkeys(("lstm", "gru", "rnn"), "sets attributes of its modules"),
 }
 # Captured, and then refused as a program of each op once gives other bits than the stage.

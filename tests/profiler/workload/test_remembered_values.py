@@ -122,7 +122,7 @@ def test_no_failure_and_no_interrupt_keeps_the_others_from_being_put_back() -> N
     only = Restoring()
     for _ in range(5):
         only.add("weight", failing)
-    with pytest.raises(RestoreError, match=r"got 5 .*weight: RuntimeError: no way; .*and 2 more.*build what is named"):
+    with pytest.raises(RestoreError, match=r"5 things .*weight: RuntimeError: no way; .*and 2 more.*Build what is"):
         only.restore()
 
 
