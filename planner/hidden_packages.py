@@ -29,7 +29,7 @@ def refuse_hidden_packages() -> None:
 
 
 def _file_of(name: str) -> Path | None:
-    """Of a package's ``__init__``, or of a module; without importing it."""
+    """The file of a package's ``__init__``, or of a module, without importing it."""
     if name in sys.modules:
         file = sys.modules[name].__file__
     else:

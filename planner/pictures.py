@@ -1,4 +1,4 @@
-"""What all pictures share: file formats, units of axes, writing; and the small picture of a plan in notebooks."""
+"""Shared parts of all pictures: file formats, units of axes, writing; and the small picture of a plan in notebooks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ FORMATS = (".png", ".svg", ".pdf")
 
 # Colours close to those of Okabe and Ito, which colour-blind eyes tell apart, on white and on black paper. Every
 # picture takes its colours from here; a test holds that those of one picture differ.
-BLUE, SKY, GREEN, ORANGE, VERMILION, PINK, RED, BROWN, GREY = (
+BLUE, SKY, GREEN, ORANGE, VERMILION, PINK, RED, BROWN, GREY, YELLOW, SLATE = (
     "#1F77C4", "#56B4E9", "#0BA27A", "#E69F00", "#D55E00", "#CC79A7", "#B00020", "#8B4513", "#8A8F98",
+    "#F0E442", "#5A6070",
 )  # fmt: skip
 BUDGET, STATES = RED, GREY
 CURVES = {
@@ -41,7 +42,7 @@ ACTIONS = {
     "to device": BROWN,
 }
 FITS, MISSES = GREEN, "#BBBBBB"
-_PARTS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, BROWN, "#F0E442", "#5A6070")
+_PARTS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION, BROWN, YELLOW, SLATE)
 _HATCHES = ("", "/", "x", ".", "+", "-", "|", "\\")
 
 
@@ -56,7 +57,7 @@ def part_look(number: int) -> tuple[str, str]:
 
 
 class AxisUnits(NamedTuple):
-    """What the axes count bytes and seconds in."""
+    """The units of bytes and seconds on the axes."""
 
     bytes_name: str
     bytes_each: float

@@ -316,7 +316,7 @@ class _Falling:
         self._lasts = [*lasts]
 
     def before(self, place: int) -> int:
-        """Of those whose last use comes before a place."""
+        """Bytes of the storages whose last use comes before a place."""
         return sum(size_bytes for last, size_bytes in self._lasts if last < place)
 
 
@@ -389,7 +389,7 @@ class StepSurroundings:
         )
 
     def kept_longer_bytes(self, step: StepGraph, replay: StepReplay) -> int:
-        """What forward returns, nobody may hold any more at that peak, and an order hands over all the same."""
+        """Results of forward that nobody may hold any more at that peak, and an order hands over all the same."""
         handed = [storage for s, storage in enumerate(step.storages) if s in replay.handed - self.loss_kept]
         return sum(storage.size_bytes for storage in handed if storage.returned)
 
@@ -459,7 +459,7 @@ class _Builder:
         self._nodes.insert(place, node)
 
     def _node(self, name: str, group: OpGroup, side: Side) -> Node:
-        """What a group reads, makes and costs."""
+        """The inputs, outputs and costs of a group."""
         ops = [self._step.ops[ordinal] for ordinal in group.ops]
         made_bytes = self._bytes(s for s in ops[-1].makes if s not in self._small)
         inside = {s for each in ops for s in each.makes}

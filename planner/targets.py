@@ -117,7 +117,7 @@ def load_target(text: str, settings: Mapping[str, Any] | None = None) -> Workloa
 
 
 def _completed(text: str) -> str:
-    """What to write in place of half a target."""
+    """The correction for half a target."""
     if text in zoo.names():
         return f"did you mean zoo:{text}?"
     if text.endswith(".py"):
@@ -212,7 +212,7 @@ def _import(text: str, folder: Path, load: Callable[[], ModuleType]) -> ModuleTy
 
 
 def _named_alike(folder: Path) -> str:
-    """What files beside a target are not imported by their names; empty where there are none."""
+    """The files beside a target that are not imported by their names; empty where there are none."""
     files = ", ".join(str(path) for path in files_named_alike(folder))
     return f"; rename {files}: the planner's own package of that name is imported instead" if files else ""
 

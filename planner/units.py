@@ -71,7 +71,7 @@ def _from_number(number: int) -> int:
 
 
 def _meant(number: Fraction, written: str) -> str:
-    """What to write in place of a number without a unit: a share, gibibytes, or so many bytes."""
+    """The correction for a number without a unit: a share, gibibytes, or so many bytes."""
     if number <= 1:
         return f"write {_plain(number * 100)}% for that part of the unplanned peak"
     return f"write {written}GiB, or {written}% for a share" if number <= 100 else f"write {int(number)} for bytes"
@@ -82,7 +82,7 @@ def _plain(number: Fraction) -> str:
 
 
 def _in_bytes(text: str) -> str:
-    """What to write for a number such as 1e9; empty where it is none."""
+    """The correction for a number such as 1e9; empty where it is none."""
     try:
         number = float(text)
     except ValueError:

@@ -10,17 +10,15 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 import planner
 from benchmarks.pieces_models import gpt
-from planner.pictures import write_picture
+from planner.pictures import BLUE, GREEN, STATES, VERMILION, new_figure, write_picture
 from planner.plans.solving import least_budget_bytes
 from profiler.workload.workload import Workload
 
 _FILE = Path(__file__).parents[1] / "pieces.svg"
 _MIB = 2**20
-_BLUE, _GREEN, _ORANGE = "#0072B2", "#009E73", "#D55E00"
 
 
 def main() -> None:
@@ -32,20 +30,20 @@ def main() -> None:
     without, least = least_budget_bytes(profile), min(map(least_budget_bytes, profile.in_pieces))
     before = planner.solve(profile, without)
     after = planner.solve(profile, least, numerics="rounding")
-    curves = [("no plan", _ORANGE, _curve(workload))]
+    curves = [("no plan", VERMILION, _curve(workload))]
     for name, colour, plan in (
-        (f"smallest budget without pieces, {without / _MIB:.0f} MiB", _BLUE, before),
-        (f"smallest budget in pieces, {least / _MIB:.0f} MiB", _GREEN, after),
+        (f"smallest budget without pieces, {without / _MIB:.0f} MiB", BLUE, before),
+        (f"smallest budget in pieces, {least / _MIB:.0f} MiB", GREEN, after),
     ):
         with planner.apply(workload.model, plan):
             curves.append((name, colour, _curve(workload)))
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4, dpi=100)
     axes = figure.add_subplot()
     for name, colour, (seconds, sizes) in curves:
         axes.step(
             [1e3 * each for each in seconds], [each / _MIB for each in sizes], where="post", color=colour, label=name
         )
-    axes.axhline(profile.states_bytes / _MIB, color="#555555", linestyle=":", label="parameters, gradients, optimizer")
+    axes.axhline(profile.states_bytes / _MIB, color=STATES, linestyle=":", label="parameters, gradients, optimizer")
     axes.set_xlabel("milliseconds of the step")
     axes.set_ylabel("MiB alive")
     axes.set_ylim(0)

@@ -20,7 +20,7 @@ _NAMED = 3  # combinations that a note names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What can be done to fit a budget.
+    """The ways to fit a budget.
 
     Attributes:
         model_class, device, precision, optimizer: of the workload as it is; ``none`` without an optimizer.
@@ -71,7 +71,7 @@ class Advice:
         return tuple(each for each in self.combinations if len(each.kinds) <= 1)
 
     def together(self) -> tuple[Combination, ...]:
-        """Those of several levers, in the order of ``combinations``."""
+        """The combinations of several levers, in the order of ``combinations``."""
         return tuple(each for each in self.combinations if len(each.kinds) > 1)
 
 
@@ -138,7 +138,7 @@ def _fastest(combinations: tuple[Combination, ...] | list[Combination]) -> Combi
 
 
 def _notes(outcome: SearchOutcome, needed_bytes: int, budget_bytes: int) -> tuple[str, ...]:
-    """Those of the search; before them, where the model states alone need more than the budget, what fits then."""
+    """Notes of the search; first, where model states alone exceed the budget, what would fit."""
     if needed_bytes <= budget_bytes:
         return outcome.notes
     over_bytes = needed_bytes - budget_bytes

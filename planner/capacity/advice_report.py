@@ -18,6 +18,7 @@ from planner.pictures import (
     BUDGET,
     FITS,
     MISSES,
+    SLATE,
     AxisUnits,
     check_picture,
     new_figure,
@@ -38,7 +39,7 @@ _NOTHING = "-"
 
 
 def document_of(advice: Advice) -> dict[str, Any]:
-    """What ``advise --json`` says."""
+    """The document of ``advise --json``."""
     unplanned = advice.unplanned
     names = ("model_class", "device", "precision", "optimizer", "samples", "budget_bytes", "states_bytes", "fits")
     return {
@@ -227,7 +228,7 @@ def _advised(advice: Advice) -> list[tuple[str, str]]:
 
 
 def _used(levers: Sequence[Lever], kinds: set[Any], names: set[str]) -> list[Lever]:
-    """Those that are a part of the advice; what offload's change and that of pieces do has recompute's in it."""
+    """The levers that the advice uses; the changes of offload and of pieces contain that of recompute."""
     several = {"precision", "optimizer"}
     used = [lever for lever in levers if lever.kind in kinds and (lever.kind not in several or lever.name in names)]
     planned = any(lever.kind in ("offload", "in pieces") for lever in used)
@@ -376,7 +377,7 @@ def _draw_levers(axes: Axes, times: Axes, advice: Advice, units: AxisUnits) -> N
         _say_beside(axes, row.peak_bytes / units.bytes_each, place, text, fontsize=8)
     if len(alone) < len(rows):
         for each in (axes, times):
-            each.axhline(len(alone) - 0.5, color="#666666", linewidth=0.8)
+            each.axhline(len(alone) - 0.5, color=SLATE, linewidth=0.8)
     _mark_budget(axes, advice, units)
     axes.set_yticks(places, [row.title for row in rows], fontsize=8)
     axes.invert_yaxis()
@@ -394,7 +395,7 @@ def _draw_times(axes: Axes, rows: Sequence[Combination], colours: Sequence[str],
     each, name = (1.0, "s") if longest >= 10 else (1e-3, "ms")
     axes.barh(range(len(rows)), [(row.seconds or 0.0) / each for row in rows], color=colours)
     if unplanned_seconds:
-        axes.axvline(unplanned_seconds / each, color="#222222", linestyle="--", linewidth=1, zorder=1)
+        axes.axvline(unplanned_seconds / each, color=SLATE, linestyle="--", linewidth=1, zorder=1)
     for place, row in enumerate(rows):
         if row.seconds is not None:
             ratio = f" ({row.seconds / unplanned_seconds:.2f} x)" if unplanned_seconds else ""

@@ -1,4 +1,4 @@
-"""What a search for the largest batch comes to: the limit in each training mode, and the refusal where none fits."""
+"""The results of a search for the largest batch: the limit in each training mode, and the refusal where none fits."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class MaxBatch:
 
     @property
     def largest(self) -> Limit:
-        """That of the largest size; of equal ones the first in the order none, recompute, offload."""
+        """The limit of the largest size; among equals the first in the order none, recompute, offload."""
         return max((self.none, self.recompute, self.offload), key=lambda limit: limit.size or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What a model's states take, whatever the batch.
+    """Bytes of a model's states, independent of the batch.
 
     Attributes:
         total_bytes: parameters, buffers, gradients and optimizer states.
@@ -127,7 +127,7 @@ class NoBatch(Infeasible):
 
     @property
     def states_bytes(self) -> int:
-        """Of the model, whatever the batch."""
+        """Bytes of the model's states, independent of the batch."""
         return self.states.total_bytes
 
     @property

@@ -30,7 +30,7 @@ _LIMIT_KEYS = (
 
 
 def batch_document(limits: MaxBatch) -> dict[str, Any]:
-    """What ``max-batch --json`` says; ``batch`` is the value of the key that was varied."""
+    """The document of ``max-batch --json``; ``batch`` is the value of the key that was varied."""
     return {
         "vary": limits.vary,
         "step": limits.step,
@@ -51,7 +51,7 @@ def _limit_document(limit: Limit) -> dict[str, Any]:
 
 
 def no_batch_document(refusal: NoBatch) -> dict[str, Any]:
-    """What ``max-batch --json`` says where not even the smallest size fits."""
+    """The document of ``max-batch --json`` where not even the smallest size fits."""
     nothing = {"batch": 0, "peak_bytes": None, "samples_per_second": None}
     return {
         "vary": refusal.vary,

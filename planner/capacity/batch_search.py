@@ -233,7 +233,7 @@ def _comparable(
 
 
 def _difference(scaling: ProfileScaling) -> str:
-    """What keeps the profiles from being put side by side; empty where nothing does."""
+    """The reason why the profiles cannot be compared; empty where nothing does."""
     try:
         scaling.at(scaling.sizes[-1])
     except IncompatibleProfiles as error:

@@ -33,7 +33,7 @@ MICRO_BATCHES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """What the search came to: levers, combinations (those that fit first), and what a person should know."""
+    """The results of the search: levers, combinations (those that fit first), and what a person should know."""
 
     levers: tuple[Lever, ...]
     combinations: tuple[Combination, ...]
@@ -76,7 +76,7 @@ def _dtype(lever: Lever) -> str:
 def _in_precision(
     options: LeverOptions, precision: str, costed: Sequence[CostedCombination], *, split: bool = True
 ) -> tuple[list[CostedCombination], str]:
-    """Those worked out so far and all of a precision, and why the step could not be profiled in it, if so.
+    """The combinations so far and all of a precision, and why the step could not be profiled in it, if so.
 
     With ``split`` also with more and more micro-batches, until these cannot matter.
     """
@@ -184,11 +184,11 @@ class StepVariant:
 
     @property
     def seconds(self) -> float:
-        """Of an effective batch without a plan."""
+        """Seconds of an effective batch without a plan."""
         return self.batch_seconds(self.profile.unplanned_seconds)
 
     def batch_seconds(self, step_seconds: float) -> float:
-        """Of an effective batch: a step's forward and backward for each micro-batch, and one optimizer's step."""
+        """Seconds of an effective batch: forward and backward of each micro-batch, and one optimizer's step."""
         optimizer_seconds = self.profile.optimizer.seconds
         return self.micro_batches * max(0.0, step_seconds - optimizer_seconds) + optimizer_seconds
 
@@ -285,7 +285,7 @@ def _solved(options: LeverOptions, variant: StepVariant, recipe: Recipe) -> Cost
 
 
 def _unsolved(options: LeverOptions, variant: StepVariant, recipe: Recipe, least_bytes: int) -> CostedCombination:
-    """What does not fit: the least bytes that are known, in a time that was not worked out."""
+    """A combination that does not fit: the least known bytes, and no time."""
     return _costed(options, variant, recipe, peak_bytes=least_bytes, seconds=None)
 
 

@@ -103,7 +103,7 @@ class Combination:
 
     @property
     def kinds(self) -> tuple[LeverKind, ...]:
-        """Which kinds of levers it has."""
+        """The kinds of its levers."""
         changed: dict[LeverKind, bool] = {
             "precision": bool(self.precision),
             "optimizer": bool(self.optimizer),
@@ -131,7 +131,7 @@ class Combination:
 
 
 def worst(results: list[Exactness]) -> Exactness:
-    """What several levers together make of the result.
+    """The exactness of the result under several levers.
 
     >>> worst(["same", "rounding"]), worst([])
     ('rounding', 'same')
@@ -275,7 +275,7 @@ def _shifted(phase: Phase, shift_bytes: int) -> Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverOptions:
-    """What a search over levers may choose from.
+    """The choices of a search over levers.
 
     Attributes:
         variants: of the workload.

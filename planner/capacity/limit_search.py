@@ -60,7 +60,7 @@ def _between(low: int, high: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BisectionResult:
-    """What trying came to.
+    """The result of trying sizes.
 
     Attributes:
         size: the largest that is known to fit.
@@ -139,7 +139,7 @@ class PredictedLimits:
         return next((shape[0] for shape in shapes if shape), size)
 
     def weight_at(self, size: int) -> int:
-        """What one sample counts: 1, and its size where the key makes samples larger instead of more."""
+        """The weight of one sample: 1, and its size where the key makes samples larger instead of more."""
         sizes = self.profiles.sizes
         return size if self.samples_at(sizes[0]) == self.samples_at(sizes[-1]) else 1
 
@@ -202,7 +202,7 @@ class PredictedLimits:
         return self._offload if mode == "offload" else Offload(mode="never")
 
     def seconds_at(self, size: int, plan: Plan | None) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.profile_at(size).unplanned_seconds if plan is None else plan.predicted_seconds
 
     def throughput_at(self, size: int, plan: Plan | None) -> float:
@@ -375,7 +375,7 @@ class LimitSearch:
         )
 
     def _between(self, limits: list[Limit]) -> list[Limit]:
-        """Of some sizes between the unplanned limit and the largest one, that of the best predicted throughput, tried.
+        """Tries the size of the best predicted throughput between the unplanned limit and the largest.
 
         None where none is predicted to be better than the limits.
         """
@@ -413,7 +413,7 @@ class LimitSearch:
 
 
 def _faster(planned: Limit, weaker: Limit) -> Limit:
-    """Of two modes at one size the faster; a plan that has nothing to do differs by noise alone."""
+    """The faster of two modes at one size; a plan that has nothing to do differs by noise alone."""
     idle = planned.plan is not None and not planned.plan.recomputed_ops and not planned.plan.host_bytes
     return weaker if idle or weaker.throughput >= planned.throughput else planned
 

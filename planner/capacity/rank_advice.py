@@ -1,4 +1,4 @@
-"""What one rank of many would hold: a target wrapped for ranks that do not exist, measured here and planned for."""
+"""Memory of one rank of many: a target wrapped for ranks that do not exist, measured here and planned for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAdvice:
-    """What the first rank of a process group would hold; where parts are uneven, no rank has larger ones.
+    """Memory of the first rank of a process group; where parts are uneven, no rank has larger ones.
 
     Attributes:
         engine: that the model is wrapped by.
@@ -83,7 +83,7 @@ class RankAdvice:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients that this rank has after backward."""
+        """Bytes of all gradients that this rank has after backward."""
         return self.profile.resident.gradients + self.profile.made_gradient_bytes
 
 
@@ -164,7 +164,7 @@ _WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
 
 
 def rank_document_of(advice: RankAdvice) -> dict[str, Any]:
-    """What ``advise --world-size --json`` says."""
+    """The document of ``advise --world-size --json``."""
     profile = advice.profile
     return {
         "model_class": profile.model_class,

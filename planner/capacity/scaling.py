@@ -71,7 +71,7 @@ class ProfileScaling:
         return abs(self.bend) <= STRAIGHT
 
     def notes(self) -> list[str]:
-        """What a person should know of the fit, one sentence each; empty where it is a line."""
+        """Notes on the fit, one sentence each; empty where it is a line."""
         notes = []
         if len(self.sizes) == 2:
             notes.append("bytes are taken to grow linearly, which profiles at two sizes cannot tell")
@@ -265,7 +265,7 @@ def _common(menus: Sequence[MenuRecord | None]) -> list[MenuRecord]:
 
 
 def graph_flow(graph: StepGraph | None) -> tuple[Any, ...]:
-    """What the ops of a graph do, whatever the sizes of their tensors and their seconds."""
+    """The data flow of the ops of a graph, whatever the sizes of their tensors and their seconds."""
     if graph is None:
         return ()
     ops = tuple((op.name, op.op, op.module, op.reads, op.makes, op.arguments, op.random) for op in graph.ops)
@@ -273,7 +273,7 @@ def graph_flow(graph: StepGraph | None) -> tuple[Any, ...]:
 
 
 def flow_of(ops: StageOps) -> tuple[Any, ...]:
-    """What a stage's ops do, whatever the sizes of their tensors and their seconds."""
+    """The data flow of a stage's ops, whatever the sizes of their tensors and their seconds."""
     steps = tuple(
         (op.op, op.module, op.reads, op.allocates, op.writes, op.random, op.not_rerunnable_reason) for op in ops.ops
     )
@@ -336,7 +336,7 @@ def _like(other: Profile, workload: Workload, progress: Progress) -> Profile:
 
 
 def same_programs(other: Profile) -> ProposeRuns | None:
-    """What names the programs that another profile has, for stages of the same ops; None where it has none."""
+    """Returns a lookup of another profile's programs for stages of the same ops; None where it has none."""
     if not any(menu.options for menu in other.menus):
         return None
     orders_of: dict[object, list[StepRuns]] = {}
@@ -376,7 +376,7 @@ class PerSizeProfiles:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Those profiled so far, rising."""
+        """The sizes profiled so far, rising."""
         return tuple(sorted(self._profile_at))
 
     @property
@@ -385,7 +385,7 @@ class PerSizeProfiles:
         return tuple(self._profile_at[size] for size in self.sizes)
 
     def notes(self) -> list[str]:
-        """What a person should know, one sentence each."""
+        """Notes, one sentence each."""
         return [f"models of other sizes have other stages ({self._why}), so every size in question was profiled"]
 
     def at(self, size: int) -> Profile:

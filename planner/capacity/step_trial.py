@@ -26,7 +26,7 @@ Notify = Callable[[str], None]  # is told in words what is being done
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a real step at a size took.
+    """Bytes and seconds of a real step at a size.
 
     Attributes:
         size: the value of the key that is varied.
@@ -94,7 +94,7 @@ def measured_states_bytes(workload: Workload) -> int:
 
 
 def _resident_after_a_step(workload: Workload) -> ResidentBytes | None:
-    """What is there after a plain step; None where memory runs out in it."""
+    """Resident bytes after a plain step; None where memory runs out in it."""
     try:
         with preserved(workload):
             first_plain_step(workload)

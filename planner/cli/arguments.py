@@ -174,7 +174,7 @@ def spread(args: Sequence[str]) -> list[str]:
 
 
 def usage_in_words(error: Any, command: str) -> str:
-    """What click refuses, in the words of all other messages; ``command`` is what was called."""
+    """The refusal of click, in the words of all other messages; ``command`` is what was called."""
     kind = type(error).__name__
     see = f"{command} -h lists them"
     message = error.format_message()
@@ -202,7 +202,7 @@ def _name_of(param: Any) -> str:
 
 
 def _value_in_words(error: Any) -> str:
-    """Of a value of another type or out of range, as click says it, and as typer has it from pydantic."""
+    """The message for a value of another type or out of range, from click, or by typer from pydantic."""
     name, message = _name_of(error.param), str(error.message)
     if hasattr(error.__cause__, "errors"):
         first = error.__cause__.errors()[0]

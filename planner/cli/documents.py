@@ -29,7 +29,7 @@ _UNKNOWN_WITHOUT_PLAN = ("predicted_peak_bytes", "predicted_seconds", "gap", "re
 def refusal_document(
     refusal: Infeasible, *, unplanned_peak_bytes: int, unplanned_seconds: float, resident_bytes: int
 ) -> dict[str, Any]:
-    """What ``solve --json`` says where there is no schedule: the smallest feasible budget known, and what forces it."""
+    """The document of ``solve --json`` without a schedule: the smallest feasible budget known, and its cause."""
     return {
         "solver": refusal.solver,
         "status": refusal.status,
@@ -48,7 +48,7 @@ def refusal_document(
 
 
 def profile_document(profile: Profile, path: Path, ops: Sequence[OpRecord] | None = None) -> dict[str, Any]:
-    """What ``profile --json`` says: the step and its stages in short, and where all of it is.
+    """The document of ``profile --json``: the step and its stages in short, and where all of it is.
 
     Args:
         profile: of one step.
@@ -72,13 +72,13 @@ def _stage_document(stage: StageRecord) -> dict[str, Any]:
 
 
 def frontier_document(frame: pd.DataFrame, title: str) -> dict[str, Any]:
-    """What ``pareto --json`` says: a row for each point, with the columns of ``--csv``; None for what is not known."""
+    """The document of ``pareto --json``: a row for each point, with the columns of ``--csv``; None where unknown."""
     known = frame.astype(object).where(frame.notna(), None)
     return {"status": "drawn", "title": title, "rows": known.to_dict("records")}
 
 
 def nothing_yet_document(solver: str, **unplanned: float) -> dict[str, Any]:
-    """What ``solve --json`` says where Ctrl-C came before there was any schedule; ``unplanned`` is what is known."""
+    """The document of ``solve --json`` after Ctrl-C before any schedule; ``unplanned`` holds the known fields."""
     unknown = (*_UNKNOWN_WITHOUT_PLAN, "budget_bytes", "lower_bound_seconds", "solve_seconds")
     return {
         "solver": solver,
@@ -91,7 +91,7 @@ def nothing_yet_document(solver: str, **unplanned: float) -> dict[str, Any]:
 
 
 def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str, Any]:
-    """What ``train --json`` says: predictions beside measurements, the losses, and what to do about the allocator."""
+    """The document of ``train --json``: predictions and measurements, losses, and allocator advice."""
     return {
         **_of_plan(run.plan),
         "status": "trained",
@@ -112,7 +112,7 @@ def training_document(run: TrainingRun, allocator_advice: str = "") -> dict[str,
 
 
 def interrupted_training_document(interrupt: TrainingInterrupted) -> dict[str, Any]:
-    """What ``train --json`` says where Ctrl-C ended it."""
+    """The document of ``train --json`` where Ctrl-C ended it."""
     return {
         **_of_plan(interrupt.plan),
         "status": "interrupted",
@@ -123,7 +123,7 @@ def interrupted_training_document(interrupt: TrainingInterrupted) -> dict[str, A
 
 
 def _of_plan(plan: Plan) -> dict[str, Any]:
-    """What every document of a training has: the plan's claims, and nulls for what may not have been measured."""
+    """Fields of all training documents: the plan's claims, and nulls for missing measurements."""
     claimed = ("model_class", "device", "budget_bytes", "headroom_bytes", "predicted_peak_bytes", "predicted_seconds")
     claimed += ("unplanned_peak_bytes", "unplanned_seconds", "frugal")
     measured = ("measured_peak_bytes", "allocated_bytes", "reserved_bytes", "faulted_bytes", "measured_seconds")
@@ -131,7 +131,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def measured_document(step: MeasuredStep) -> dict[str, Any]:
-    """What ``show --measure --json`` says more."""
+    """Fields that ``show --measure --json`` adds."""
     return {
         "measured_peak_bytes": step.planned.peak.peak_bytes,
         "measured_seconds": step.planned.seconds,
@@ -145,7 +145,7 @@ def _finite(losses: Sequence[float]) -> list[float | None]:
 
 
 def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
-    """What ``train --json`` says where memory ran out for good; ``plan`` is the first one."""
+    """The document of ``train --json`` where memory ran out for good; ``plan`` is the first one."""
     last = failure.reports[-1]
     return {
         **_of_plan(plan),
@@ -161,12 +161,12 @@ def lost_training_document(plan: Plan, failure: OutOfMemory) -> dict[str, Any]:
 
 
 def failed_rank_document(plan: Plan, failure: Exception) -> dict[str, Any]:
-    """What ``train --json`` says where memory ran out on one of several ranks."""
+    """The document of ``train --json`` where memory ran out on one of several ranks."""
     return {**_of_plan(plan), "status": "out_of_memory", "message": str(failure), "losses": [], "retries": 0}
 
 
 def comparison_document(profile: Profile, budget_bytes: int, rows: Sequence[ComparisonRow]) -> dict[str, Any]:
-    """What ``compare --json`` says: one row per solver, the unplanned model's first.
+    """The document of ``compare --json``: one row per solver, the unplanned model's first.
 
     Where no solver found a plan, also ``status``, ``minimum_budget_bytes`` and ``reason`` of the least demanding one.
     """

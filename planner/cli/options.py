@@ -156,7 +156,7 @@ def out_option(what: str) -> Any:
 
 
 def numerics_of(allow_rounding: bool) -> Numerics:
-    """What ``--allow-rounding`` comes to."""
+    """The value of ``numerics`` for ``--allow-rounding``."""
     return "rounding" if allow_rounding else "eager"
 
 
@@ -205,7 +205,7 @@ def offload_text(
     devices_per_link: int | None,
     host_memory: str | None,
 ) -> str | None:
-    """What ``--offload`` says, or what the options that it replaces do.
+    """The offload request of ``--offload``, or of the options that it replaces.
 
     Raises:
         ValueError: two of them contradict each other.
@@ -220,7 +220,7 @@ def offload_text(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRequest:
-    """What the command line says about the target: all of it, or what differs from the one that the file records.
+    """The target on the command line: all of it, or its differences from the one that the file records.
 
     Attributes:
         text: the target; None and ``RECORDED`` for the file's own.

@@ -1,4 +1,4 @@
-"""What a command says: results on stdout, progress and warnings on stderr, and the files that it writes."""
+"""Output of a command: results on stdout, progress and warnings on stderr, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _processes() -> int:
 
 
 def workload_of(target: TargetRecord, out: Output, engine: Engine | None = None) -> Workload:
-    """What a target builds on this rank.
+    """The workload that a target builds on this rank.
 
     Raises:
         TargetError: as ``planner.targets.build_recorded``.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowRequest:
-    """What to show besides the tables.
+    """The outputs besides the tables.
 
     Attributes:
         ops: every op of a plan.

@@ -34,7 +34,7 @@ _FILE_KEYS = ("format", "version", "chain", "schedule", "actions")  # of a solut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSummary:
-    """What happens to one stage of a plan or a chain, or to one node of a graph; None for what it does not have.
+    """The decision for one stage of a plan or a chain, or one node of a graph; None for missing fields.
 
     Attributes:
         name: of the stage or node.
@@ -61,7 +61,7 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolutionSummary:
-    """What a solution claims: what tables print, ``solve --json`` says, and a solution's file begins with.
+    """The claims of a solution, as tables, ``solve --json`` and the head of a solution's file have them.
 
     Fields that are None are those that this kind of problem does not have; JSON leaves them out. Of a plan alone are
     ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated manually,
@@ -104,7 +104,7 @@ class SolutionSummary:
 
     @property
     def part(self) -> Literal["stage", "node"]:
-        """What its stages are called."""
+        """The name for its stages."""
         return "stage" if all(stage.side is None for stage in self.stages) else "node"
 
     def to_document(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class SolutionSummary:
 
 
 def summary_of_plan(plan: Plan) -> SolutionSummary:
-    """What a plan claims, and per stage the decision."""
+    """The claims of a plan, and the decision for each stage."""
     summary = msgspec.convert(plan, SolutionSummary, from_attributes=True)  # Fields of the same names.
     summary = replace(
         summary,
@@ -137,7 +137,7 @@ def summary_of_solution(
     resident_bytes: int,
     stages: tuple[StageSummary, ...],
 ) -> SolutionSummary:
-    """What the solution of a chain or graph problem claims, as far as both claim the same.
+    """The claims that solutions of chain and graph problems share.
 
     Args:
         solution: with a schedule.
@@ -215,7 +215,7 @@ def solve_chain_problem(
 
 
 def chain_solution_file(summary: SolutionSummary, chain: Chain, schedule: Schedule) -> dict[str, Any]:
-    """What ``solve -o`` writes for a chain: the summary, the chain, and the schedule.
+    """The file that ``solve -o`` writes for a chain: the summary, the chain, and the schedule.
 
     One ``[kind, stage, option]`` per action.
     """
@@ -347,13 +347,13 @@ def solve_graph_problem(
 
 
 def graph_solution_file(summary: SolutionSummary, graph: Graph, schedule: Schedule) -> dict[str, Any]:
-    """What ``solve -o`` writes for a graph: the summary, and the actions by the names of their nodes."""
+    """The file that ``solve -o`` writes for a graph: the summary, and the actions by the names of their nodes."""
     file_format = {"format": GRAPH_FORMAT, "version": GRAPH_VERSION}
     return {**file_format, **summary.to_document(), "actions": graph.actions_of(schedule)}
 
 
 def title_of(source: Source, path: Path) -> str:
-    """What a picture of a source is headed with."""
+    """The title of a picture of a source."""
     if isinstance(source, Profile):
         return f"{source.model_class} on {source.device} ({source.device_name})"
     if isinstance(source, Graph):

@@ -283,7 +283,7 @@ def search_seconds(source: Source, time_limit: float | None, of_graph_seconds: f
 
 
 def _unplanned(source: Source) -> dict[str, Any]:
-    """What is known of the step without a plan."""
+    """The known fields of the step without a plan."""
     from profiler.records import Profile
     from solvers.chain.baselines import keep_all_replay
     from solvers.graph.orders import unplanned_replay

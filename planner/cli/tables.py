@@ -44,12 +44,12 @@ _NODES_SHOWN = 20  # of a graph: what fits a screen
 
 
 def solution_report(summary: SolutionSummary) -> RenderableType:
-    """What a solution does, and its claims below that: stages in a table; of a graph the nodes that run again."""
+    """The stages of a solution in a table, or the recomputed nodes of a graph, with its claims below."""
     return _plan_report(summary) if summary.part == "stage" else _graph_report(summary)
 
 
 def promises_report(summary: SolutionSummary) -> RenderableType:
-    """What is promised of peak and time, and what holds that is not seen from the stages."""
+    """The promises for peak and time, and conditions that the stages do not show."""
     left_out = ("recomputed", "solver", "resident")
     return facts([*(row for row in _claims(summary) if row[0] not in left_out), *_left_out(summary.left_out or ())])
 
@@ -59,7 +59,7 @@ def _plan_report(summary: SolutionSummary) -> RenderableType:
 
 
 def stages_report(summary: SolutionSummary) -> RenderableType:
-    """What happens to each stage, equal ones in one row, and what that means."""
+    """The decision for each stage, equal stages in one row, and its consequences."""
     used = [decision for decision in _MEANINGS if any(stage.decision == decision for stage in summary.stages)]
     legend = [("", _MEANINGS[decision]) for decision in used]
     rows = rows_of_stages(
@@ -112,7 +112,7 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
-    """What a solution promises."""
+    """The promises of a solution."""
     peak_bytes, budget_bytes = summary.predicted_peak_bytes, summary.budget_bytes
     unplanned_bytes = summary.unplanned_peak_bytes
     share = _share(peak_bytes, unplanned_bytes)
@@ -155,7 +155,7 @@ def _unsteady(lines: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _headroom(summary: SolutionSummary) -> list[tuple[str, str]]:
-    """What of the budget is left to the allocator; no line where nothing is."""
+    """The part of the budget left to the allocator; no line where it is nothing."""
     if not summary.headroom_bytes:
         return []
     size = exact_bytes(summary.headroom_bytes)
@@ -180,7 +180,7 @@ def _recomputed(summary: SolutionSummary) -> str:
 
 
 def _offloaded(summary: SolutionSummary) -> list[tuple[str, str]]:
-    """What goes to host memory, over which link, and how long the step waits for it."""
+    """Bytes sent to host memory, the link, and the seconds that the step waits for it."""
     if summary.no_offload:
         return [("offloaded", f"nothing: {summary.no_offload}")]
     link, sent_bytes = summary.link, sum(stage.offloaded_bytes or 0 for stage in summary.stages)
@@ -196,7 +196,7 @@ def _offloaded(summary: SolutionSummary) -> list[tuple[str, str]]:
 
 
 def _stated(summary: SolutionSummary) -> list[tuple[str, str]]:
-    """What was stated manually, one line a rule."""
+    """The manual decisions, one line a rule."""
     return [("" if number else "stated", line) for number, line in enumerate(summary.stated or ())]
 
 
@@ -206,7 +206,7 @@ def _times(summary: SolutionSummary) -> str:
 
 
 def _unplanned(frugal: bool | None) -> str:
-    """What steps without a plan are called: they may never have been measured as a whole."""
+    """The name of a step without a plan, which may never have been measured as a whole."""
     return "unplanned, computed" if frugal else "unplanned"
 
 
@@ -353,7 +353,7 @@ def training_report(run: TrainingRun, allocator_advice: str = "") -> RenderableT
 
 
 def _reserved(run: TrainingRun) -> list[tuple[str, str]]:
-    """What the allocator held of a CUDA device beside the tensors."""
+    """Bytes that the allocator held of a CUDA device beside the tensors."""
     if run.reserved_bytes is None:
         return []
     above_bytes = run.reserved_bytes - run.measured_peak_bytes
@@ -448,7 +448,7 @@ def comparison_report(rows: Sequence[ComparisonRow], budget_bytes: int) -> Rende
 
 
 def _below_comparison(row: ComparisonRow) -> str:
-    """What it would need, or what the allocator held for it; the table has no room for these within 100 columns."""
+    """Bytes needed, or held by the allocator; the table has no room for these within 100 columns."""
     if row.minimum_budget_bytes is not None:
         return f"{row.reason or ''} ({format_bytes(row.minimum_budget_bytes)})"
     return "" if row.reserved_bytes is None else f"reserved {exact_bytes(row.reserved_bytes)} of the device"

@@ -1,4 +1,4 @@
-"""What a plan does and why: timelines, peaks, decisions about ops, memory by owner, and their plots.
+"""Explains a plan and its reasons: timelines, peaks, decisions about ops, memory by owner, and their plots.
 
 Makes tables and figures of a plan, of a profile or of measured steps. May import the rooms up to ``distributed``,
 ``profiler`` and ``solvers``. Begin with ``timeline.py`` and ``peak.py``; files that end in ``_plot`` draw what others

@@ -31,7 +31,7 @@ ROUNDS = 3  # timed steps each of the model without the plan and with it, in tur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """What was measured: both timelines, and the planned step's peak explained."""
+    """The measured timelines of both steps, and the explained peak of the planned step."""
 
     unplanned: Timeline
     planned: Timeline
@@ -131,7 +131,7 @@ class Places:
         self._outside = [self._outside_name(plan, modules, i) for i in range(len(modules) + 1)]
 
     def _outside_name(self, plan: Plan, modules: Sequence[int], i: int) -> str:
-        """What lies before the i-th stage; where the plan knows nothing there, it belongs to the stage before."""
+        """The part before the i-th stage; where the plan knows nothing there, it belongs to the stage before."""
         before = modules[i] - 1 if i < len(modules) else len(plan.stages) - 1
         return plan.stages[max(0, before)].name
 

@@ -158,7 +158,7 @@ def _item(part: PeakPart, classes: dict[str, str]) -> MemoryItem:
 
 
 def _stage_classes(plan: Plan) -> dict[str, str]:
-    """What stages of the same class are called together."""
+    """The common name of stages of the same class."""
     groups: dict[str, list[str]] = {}
     for stage in plan.stages:
         groups.setdefault(stage.record.module_class if stage.kind == "stage" else stage.name, []).append(stage.name)

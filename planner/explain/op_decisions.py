@@ -22,7 +22,7 @@ _SMALL = 10  # what an op frees is no reason to run it again where an op that re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpDecision:
-    """What happens to one op, or to several that are alike.
+    """The decision for one op, or for several that are alike.
 
     Attributes:
         ordinals: their positions in the stage.
@@ -121,7 +121,7 @@ class _DecidedOps:
         return 1 + max((writers[n, self._storages[n].versions] for n in saved), default=-1)
 
     def outcome(self, ordinal: int) -> OpOutcome:
-        """What happens to one op."""
+        """The decision for one op."""
         op = self._ops.ops[ordinal]
         touched = {*self._made[ordinal], *op.writes}
         if not touched:
@@ -160,7 +160,7 @@ class _DecidedOps:
         return "the stage's output" if any(storage.returned for storage in made) else ""
 
     def _why_again(self, ordinals: Sequence[int], size: int, seconds: float) -> str:
-        """What running again is worth: by its own bytes, or because an op that is worth more reads the result."""
+        """The gain of recomputing: by its bytes, or because an op with a larger gain reads the result."""
         reader = next(self._readers_again(ordinals), None)
         if size and (reader is None or _SMALL * size >= self._dropped_bytes(reader)):
             return _rate(seconds, size)
@@ -355,7 +355,7 @@ def _group_report(plan: Plan, group: StageGroup, every_op: bool, *, table: bool)
 
 
 def _stage_decision(plan: Plan, group: StageGroup) -> str:
-    """What happens to the stages of a group, per stage: bytes and seconds."""
+    """Bytes and seconds of a group of stages, per stage."""
     stage = plan.stages[group.members[0]]
     per_stage = " each" if len(group.members) > 1 else ""
     cost = f"costs {format_seconds(stage.extra_seconds) if stage.extra_seconds else 'no time to speak of'}{per_stage}"

@@ -16,7 +16,9 @@ from planner.pictures import (
     PINK,
     RED,
     SKY,
+    SLATE,
     VERMILION,
+    YELLOW,
     AxisUnits,
     check_picture,
     new_figure,
@@ -43,7 +45,7 @@ _STYLES = {
     "ilp": _CurveStyle(VERMILION, "v", 8, True),
     "auto": _CurveStyle(GREEN, "x", 8, True),
     "offload_only": _CurveStyle(VERMILION, "D", 6, False),
-    "exhaustive": _CurveStyle("#F0E442", "P", 8, True),
+    "exhaustive": _CurveStyle(YELLOW, "P", 8, True),
     "keep_all": _CurveStyle(GREEN, "s", 11, False),
     "recompute_all": _CurveStyle(PINK, "^", 10, True),
     "chen_sqrt": _CurveStyle(ORANGE, "D", 8, True),
@@ -53,7 +55,7 @@ _STYLES = {
     "hierarchy": _CurveStyle(PINK, "^", 7, True),
     "moments": _CurveStyle(VERMILION, "o", 6, False),
 }
-_OTHER = _CurveStyle("#444444", "+", 8, True)
+_OTHER = _CurveStyle(SLATE, "+", 8, True)
 _WIDE = ("auto",)  # drawn wide and pale: what lies on it is seen
 _RULES = ("recompute_all", "chen_sqrt", "chen_greedy", "revolve")  # to compare with
 
@@ -158,7 +160,7 @@ def _draw_bound(axes: Axes, bound: _SolverCurve) -> None:
     """Steps to the left: what is proven for a budget holds for every smaller one, up to the next proof."""
     axes.plot(
         *bound,
-        color="#555555",
+        color=SLATE,
         drawstyle="steps-pre",
         linestyle="--",
         linewidth=1.4,

@@ -112,7 +112,7 @@ def predicted_moments(
 
 
 def _during(chain: Chain, span: Span, alive: LiveSet, runs: Counter[int], plan: Plan | None) -> list[PeakPart]:
-    """What is alive during an action; ``runs`` of stages came before it."""
+    """The parts alive during an action; ``runs`` of stages came before it."""
     parts = _Explained(chain, alive, {k for k, count in runs.items() if count > 1}, plan).parts()
     assert sum(part.size_bytes for part in parts) == span.before_bytes
     return [*parts, _left(span, parts, _meanwhile(span))]
@@ -147,7 +147,7 @@ def _meanwhile(span: Span) -> str:
 
 
 def _resident(chain: Chain, plan: Plan | None) -> Iterator[PeakPart]:
-    """What is there before the step; the chain's number counts."""
+    """The parts alive before the step; they add up to the chain's number."""
     nothing = ResidentBytes(parameters=0, buffers=0, optimizer=0, inputs=0)
     known = plan.resident if plan is not None and plan.resident is not None else nothing
     beside_bytes = chain.resident_bytes - known.total
@@ -182,7 +182,7 @@ def _gradients(chain: Chain, k: int) -> PeakPart:
 
 
 class _Explained:
-    """What is alive as an action begins, thing by thing; stages ``again`` have run more than once before."""
+    """The parts alive as an action begins; stages ``again`` have run more than once before."""
 
     def __init__(self, chain: Chain, alive: LiveSet, again: set[int], plan: Plan | None) -> None:
         self._stages = chain.stages
@@ -224,7 +224,7 @@ class _Explained:
         return PeakPart(what=what, size_bytes=size_bytes, stage=self._stages[k].name, phase=phase)
 
     def _kept(self, k: int) -> Iterator[PeakPart]:
-        """What a stage keeps, storage by storage; what that leaves over or falls short by comes last."""
+        """The storages that a stage keeps; the difference from the chain's number comes last."""
         option, menu = self._alive.kept[k], self._menu(k)
         left = option.kept_bytes + (0 if k in self._alive.boundaries else option.kept_output_bytes) - self._away[k]
         number = next(i for i, other in enumerate(self._stages[k].options) if other is option)
@@ -363,7 +363,7 @@ def _row(op: str, parts: Sequence[PeakPart], path: str, module_class: str) -> Pe
 
 
 def alive_report(peak: Peak, plan: Plan | None = None) -> RenderableType:
-    """What is alive at the peak, largest first, in ``ROWS_SHOWN`` rows."""
+    """Table of the parts alive at the peak, largest first, in ``ROWS_SHOWN`` rows."""
     rows = peak_rows(peak, plan)
     shown = rows[:ROWS_SHOWN]
     title = peak_title(peak).replace(path_of(plan), "") if path_of(plan) else peak_title(peak)

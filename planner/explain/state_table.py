@@ -130,7 +130,7 @@ def _optimizer(workload: Workload, measured: MeasuredStates) -> Iterator[StateRo
 
 
 def _precision(workload: Workload, measured: MeasuredStates) -> Iterator[StateRow]:
-    """What mixed precision adds."""
+    """Bytes that mixed precision adds."""
     if workload.scaler is not None:
         size = 2 * weight_of(_scale(workload)).size_bytes if workload.scaler.is_enabled() else 0
         yield StateRow(
@@ -168,7 +168,7 @@ def _other_parameters(workload: Workload) -> list[Tensor]:
 
 
 def _copies(workload: Workload) -> list[Tensor]:
-    """Those of them that are not the loss's either: the optimizer's own, say master copies."""
+    """Parameters that belong neither to the model nor to the loss: the optimizer's, such as master copies."""
     loss = workload.loss
     of_loss = {id(p) for p in loss.parameters()} if isinstance(loss, nn.Module) else set()
     return [p for p in _other_parameters(workload) if id(p) not in of_loss]
@@ -201,16 +201,16 @@ class Weight:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes on its device."""
+        """Bytes on its device."""
         return self.bytes_of(self.shape)
 
     def bytes_of(self, shape: Sequence[int], item_bytes: int | None = None) -> int:
-        """What a tensor of ``shape`` takes, of its own type or another."""
+        """Bytes of a tensor of ``shape``, of its own type or another."""
         return math.prod(shape) * (item_bytes or self.item_bytes)
 
 
 def state_bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> BytesByState | None:
-    """What optimizers keep from step to step, by name, from the shapes and types of their parameters alone.
+    """State that optimizers keep from step to step, by name, from shapes and types of parameters alone.
 
     Returns:
         None where one is not known, or in a mode that is not: it has to be measured.
@@ -283,7 +283,7 @@ def _casts(module: nn.Module) -> bool:
 
 
 def _is_unknown_mode(settings: GroupSettings) -> bool:
-    """What the formulas have not been written for."""
+    """Whether the settings ask for a mode that the formulas do not cover."""
     modes = any(settings.get(name) for name in ("capturable", "differentiable"))
     return modes or any(isinstance(value, torch.Tensor) for value in settings.values())
 

@@ -37,7 +37,7 @@ class PlainTable:
         self._rows.append([Text(cell, style=style or "") if isinstance(cell, str) else cell for cell in cells])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What Rich prints, line by line."""
+        """Yields the lines that Rich prints."""
         gap, widths, stacked = self._layout(options.max_width)
         if self._title:
             yield from map(_line, wrapped(Text(self._title, style="bold"), options.max_width))
@@ -92,7 +92,7 @@ class Facts:
         self._rows = [(Text(name, style="bold"), Text(text) if isinstance(text, str) else text) for name, text in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What Rich prints, line by line."""
+        """Yields the lines that Rich prints."""
         indent = max((len(name) for name, _ in self._rows), default=0) + 2
         for name, text in self._rows:
             for number, part in enumerate(wrapped(text, max(_LEAST, options.max_width - indent))):
@@ -210,7 +210,7 @@ def name_of_row(names: Sequence[str], path: str) -> str:
 
 
 def note_on_rows(path: str, several: bool) -> list[tuple[str, str]]:
-    """What is to be said below the table."""
+    """The notes below the table."""
     notes = [f"names of stages without {path!r}"] if path else []
     notes += ["in rows of several stages bytes and times are those of each"] if several else []
     return [("", "; ".join(notes))] if notes else []

@@ -71,7 +71,7 @@ class Timeline:
 
     @property
     def series(self) -> str:
-        """What it is called in tables: for example ``predicted_planned``."""
+        """The name in tables: for example ``predicted_planned``."""
         return f"{self.source}_{'planned' if self.planned else 'unplanned'}"
 
     @property
@@ -81,12 +81,12 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.spans[-1].end_seconds
 
     @property
     def name(self) -> str:
-        """What it is called in pictures: for example ``measured with the plan``."""
+        """The name in pictures: for example ``measured with the plan``."""
         return f"{'measured ' if self.source == 'measured' else ''}{'with' if self.planned else 'without'} the plan"
 
     def points(self) -> list[tuple[float, int]]:
@@ -102,7 +102,7 @@ class Timeline:
         ]
 
     def lanes(self) -> list[Lane]:
-        """What runs when: a lane for each kind of action, then one for copies in each direction."""
+        """The lanes of a step: one for each kind of action, then one for copies in each direction."""
         times: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for span in self.spans:
             action = "backward, some ops recomputed" if span.again_seconds > 0 else span.action

@@ -150,7 +150,7 @@ def _set_limits(axes: Axes, timelines: Sequence[Timeline], budget_bytes: int, un
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, rows: Sequence[str], seconds_each: float) -> None:
-    """What runs when in a predicted step: bars for the device, and below it for copies in each direction."""
+    """A predicted step over time: bars for the device, and below it for copies in each direction."""
     for lane in timeline.lanes():
         bars = [(begin / seconds_each, (end - begin) / seconds_each) for begin, end in lane.seconds]
         place = (rows.index(lane.row) - 0.4, 0.8)

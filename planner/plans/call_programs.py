@@ -127,7 +127,7 @@ def _rooms(profile: Profile, problem: Problem, schedule: Schedule) -> Iterable[t
 
 
 def _room(menu: MenuRecord, problem: Problem, entries: Sequence[ReplayedAction], latest: int) -> CallRoom:
-    """What is left of the budget from a run of a stage to its backward, in terms of the replay of its call.
+    """The rest of the budget from a run of a stage to its backward, in terms of the replay of its call.
 
     Args:
         menu: of the stage.
@@ -274,7 +274,7 @@ def _turns(problem: StepProblem, solution: Solution) -> Iterator[tuple[str, list
 
 
 def first_difference(planned: StepGraph, found: StepGraph, *, sizes_differ: bool = False) -> str:
-    """What differs first between the ops of a plan and those of a model, in words; empty where nothing does.
+    """The first difference between the ops of a plan and those of a model, in words; empty where nothing does.
 
     Args:
         planned, found: both graphs.
@@ -353,7 +353,7 @@ def _any_programs(options: Sequence[Option], menu: MenuRecord) -> tuple[Option, 
 
 @functools.lru_cache(maxsize=64)
 def least_costs(graph: StepGraph) -> tuple[LeastCost, ...]:
-    """What no program of a call beats.
+    """Lower bounds on every program of a call.
 
     >>> from profiler.step_graph import StepOp, StepStorage
     >>> made = tuple(StepStorage(size_bytes=size) for size in (4, 2))

@@ -148,23 +148,23 @@ class StageTerms:
 
     @property
     def growth_bytes(self) -> int:
-        """What its forward adds where all is kept, until backward."""
+        """Bytes that its forward adds until backward where all is kept."""
         lasting_bytes = self.forward_growth_bytes - self.late_release_bytes + self.late_arrival_bytes
         return lasting_bytes - self.shared_growth_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """What it keeps beside the boundary where all is kept."""
+        """Bytes that it keeps beside the boundary where all is kept."""
         return self.growth_bytes - self.record.boundary_bytes + self.cleared_bytes
 
     @property
     def dropped_growth_bytes(self) -> int:
-        """What its forward adds where nothing is kept."""
+        """Bytes that its forward adds where nothing is kept."""
         return self.dropped_forward_growth_bytes - self.dropped_shared_bytes + self.released_cast_bytes
 
     @property
     def residue_bytes(self) -> int:
-        """What stays after a forward that keeps nothing, beside the boundary; 0 outside of stages.
+        """Bytes that stay after a forward that keeps nothing, beside the boundary; 0 outside of stages.
 
         What is outside behind it lets go of because nothing was kept (an output that only the stage itself saves, and
         its input) counts for the stage. It may let go of more there that stages further ahead have left; that stays
@@ -328,7 +328,7 @@ def _later_gradients(profile: Profile, other_live: Sequence[int]) -> list[int]:
 
 
 def _cleared(profile: Profile, gradient_bytes: int) -> int:
-    """What would be there beside the new gradients after the last backward, and was not."""
+    """Expected bytes beside the new gradients after the last backward that were not there."""
     first = profile.stages[0]
     if first.kind != "outside":
         return 0
@@ -379,7 +379,7 @@ def _stage(profile: Profile, terms: Sequence[StageTerms], k: int) -> Stage:
 
 
 def _dropped_seconds(profile: Profile, k: int) -> float:
-    """Of a forward of stage k that keeps nothing, which of a captured stage is a program's."""
+    """Seconds of a forward of stage k that keeps nothing; a captured stage runs it as a program."""
     record = profile.stages[k]
     menu = profile.menus[record.menu] if record.menu >= 0 else None
     if menu is not None and menu.graph is not None and menu.options and record.recomputable:

@@ -56,7 +56,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredSchedule:
-    """What the runtime does at each stage.
+    """The runtime's work at each stage.
 
     Attributes:
         dropped: stages whose first forward keeps nothing.

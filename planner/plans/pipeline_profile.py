@@ -245,7 +245,7 @@ def _check(found: list[Any], workload: Workload) -> None:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What a stage got for one micro-batch, without its graph.
+    """The input of a stage for one micro-batch, without its graph.
 
     Attributes:
         args, kwargs: of its module.

@@ -155,7 +155,7 @@ def obstacle_in_words(records: Sequence[LeftOutRecord]) -> str:
 
 
 def remedy_in_words(records: Sequence[LeftOutRecord]) -> str:
-    """What to change, for a sentence; empty where nothing is known."""
+    """The changes that would help, for a sentence; empty where nothing is known."""
     remedies = dict.fromkeys(record.remedy for record in records[:_NAMED] if record.remedy)
     return "; ".join(remedies)
 

@@ -46,7 +46,7 @@ class RuleTarget(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What to do with the parts of a model that it names.
+    """An action for the parts of a model that it names.
 
     A module that is a stage, or that contains stages, is recomputed from the
     input of each stage. In one that lies inside a stage everything runs again
@@ -88,7 +88,7 @@ class Rule:
 
     @property
     def targets(self) -> tuple[RuleTarget, ...]:
-        """What it names, one entry per pattern of modules."""
+        """The named parts, one entry per pattern of modules."""
         modules: tuple[str, ...] = self.modules  # type: ignore[assignment]  # as __post_init__ left them
         ops: tuple[str, ...] = self.ops  # type: ignore[assignment]
         parts = [text.partition(":") for text in modules]
@@ -273,7 +273,7 @@ def ops_inside(ops: StageOps, module: str) -> list[int]:
 
 
 def ops_named(pattern: str, ops: StageOps, inside: Sequence[int]) -> list[int]:
-    """Those of some ops of a stage that a pattern names.
+    """Selects the ops of a stage that a pattern names.
 
     Patterns are ``gelu``, ``aten.gelu.default``, ``*norm``, ``mul#1`` (the second one) or ``#12`` (op 12 of the stage).
     Underscores around a kind may be left out: ``softmax`` means ``_softmax`` too, and ``relu`` also ``relu_``.

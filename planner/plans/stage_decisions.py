@@ -1,4 +1,4 @@
-"""What a plan decides of each stage of a profile, with the bytes, runs and seconds that follow."""
+"""The decision of a plan for each stage of a profile, with its bytes, runs and seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDING_SECONDS = 1e-12  # less is what sums leave
 
 
 def undecided_stages(profile: Profile, gathered: Collection[int] = ()) -> list[PlannedStage]:
-    """What a plan says of the stages whatever its schedule is; the rest as for stages that are kept.
+    """The planned stages independent of the schedule; everything else as for stages that are kept.
 
     Args:
         profile: whose stages they are.
@@ -123,7 +123,7 @@ def _decision(lowered: LoweredSchedule, k: int, *, sends: bool) -> StageDecision
 def _extra_runs(
     stages: Sequence[PlannedStage], menus: Sequence[MenuRecord], chain: Chain, replayed: Replay
 ) -> tuple[defaultdict[int, float], Counter[int]]:
-    """What forward runs of a stage take beyond one that keeps everything, and the ops of every run but its first."""
+    """Seconds of a stage's forward runs beyond one that keeps everything, and the ops of every run but its first."""
     extra_seconds: defaultdict[int, float] = defaultdict(float)
     extra_ops: Counter[int] = Counter()
     programs = _ops_of_programs(stages, menus, replayed)

@@ -108,7 +108,7 @@ def state(
 
 
 def resolve_for(profile: Profile, rules: Rules) -> ResolvedRules:
-    """What rules state of the stages of a profile.
+    """The decisions that rules state for the stages of a profile.
 
     Raises:
         ChoiceError: a name that matches nothing, rules that contradict each other, an op that must not run again, or
@@ -297,7 +297,7 @@ _CHECKPOINTS = -1  # stands for the checkpoints where a rule's number is expecte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDirective:
-    """What is stated of one stage.
+    """The decisions stated for one stage.
 
     Attributes:
         kind: ``keep``; ``recompute`` from its own input; ``segment``: recomputed together with its neighbours;
@@ -346,7 +346,7 @@ def resolve_rules(rules: Rules, stages: Sequence[NamedStage], outside: Collectio
 
 @dataclass(slots=True)
 class _StageRules:
-    """What the rules so far state of one stage.
+    """The decisions that the rules so far state for one stage.
 
     Attributes:
         kind, ends_segment: as in the directive; no kind where nothing is stated.
@@ -419,7 +419,7 @@ class _Resolution:
         )
 
     def apply_rule(self, number: int, rule: Rule, target: RuleTarget) -> None:
-        """What a rule says of the modules, or of the ops in them, that one of its targets names."""
+        """Applies a rule to the modules, or to the ops in them, that one of its targets names."""
         named = ((k, modules_named(target.module, stage)) for k, stage in enumerate(self._named))
         modules = {k: names for k, names in named if names}
         if not modules:
@@ -514,7 +514,7 @@ class _Resolution:
             yield "the rest: solved for"
 
     def _effect(self, number: int, rule: Rule, directives: Sequence[StageDirective]) -> str:
-        """What became of a rule."""
+        """The outcome of a rule, in words."""
         ordinals = {
             k: {o for o, last in stage.last_rules.items() if last == number} for k, stage in enumerate(self._stages)
         }

@@ -40,7 +40,7 @@ class BarChart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultSection:
-    """What a command found out.
+    """The result of a command.
 
     Attributes:
         title: of the section.
@@ -63,7 +63,7 @@ _RESULTS = {"same": "yes", "rounding": "up to rounding", "other": "no"}
 
 
 def measured_of_training(run: TrainingRun) -> MeasuredRun:
-    """What training measured of its plan."""
+    """Measurements of training under a plan."""
     return MeasuredRun(peak_bytes=run.measured_peak_bytes, seconds=run.measured_seconds, losses=run.losses)
 
 

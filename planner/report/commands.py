@@ -14,7 +14,7 @@ from profiler.records import is_of_whole_model
 
 
 def target_of(plan: Plan) -> str:
-    """What the command line built the model of a plan from, with its settings; ``TARGET`` where Python made it."""
+    """The target of a plan's model with its settings, for a command line; ``TARGET`` where Python made it."""
     return "TARGET" if plan.target is None else plan.target.arguments
 
 

@@ -143,7 +143,7 @@ def _json_in_html(data: Any) -> str:
 
 
 def _steps(report: PlanReport) -> list[dict[str, Any]]:
-    """What is alive in each action, and what the action is."""
+    """The parts alive in each action, and the action's name."""
     return [
         {
             "planned": step.timeline.planned,

@@ -1,4 +1,4 @@
-"""What the report of a plan says, gathered from the plan alone, and from a measurement where there is one."""
+"""The contents of the report of a plan, gathered from the plan alone, and from a measurement where there is one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PEAK_NAMES = ("with the plan", "without the plan", "measured with the plan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """What was measured of a plan; None for what was not.
+    """Measurements of a plan; None for those that were not made.
 
     Attributes:
         peak_bytes, seconds: of the planned step.
@@ -181,7 +181,7 @@ def sentence_of(plan: Plan) -> str:
 
 
 def facts_of(plan: Plan, measured: MeasuredRun | None) -> list[tuple[str, str]]:
-    """What a plan claims, what was measured of it, and how good it is."""
+    """The claims of a plan, its measurements, and how good it is."""
     spare_bytes = plan.budget_bytes - plan.predicted_peak_bytes
     proven = f"no such plan is faster than {format_seconds(plan.lower_bound_seconds)}"
     good = "optimal: none is faster" if plan.status == "optimal" else f"at most {plan.gap:.1%} could be saved; {proven}"
@@ -315,7 +315,7 @@ class OpTable(NamedTuple):
 
 
 def decision_rows(plan: Plan) -> tuple[DecisionRow, ...]:
-    """What a plan decides, stages with the same decision together, in the order of the step."""
+    """The decisions of a plan, stages with the same decision together, in the order of the step."""
     return tuple(_rows_of(plan))
 
 
@@ -342,6 +342,6 @@ def _rows_of(plan: Plan) -> Iterator[DecisionRow]:
 
 
 def op_tables(plan: Plan) -> tuple[OpTable, ...]:
-    """What happens to single ops, and why."""
+    """The decisions for single ops, and their reasons."""
     groups = [(group, grouped_decisions(group)) for group in groups_of_stages(plan)]
     return tuple(OpTable(f"{group.title}: {group.decision}", tuple(rows)) for group, rows in groups if rows)

@@ -158,7 +158,7 @@ def _inactive(address: int, end: int) -> dict[str, Any]:
 
 
 def _frames(label: Label, span: Span, number: int) -> list[dict[str, Any]]:
-    """What the viewer shows as the stack: the op in its module, the reason, and the action of the step."""
+    """The stack that the viewer shows: the op in its module, the reason, and the action of the step."""
     what, op, module = label
     action = f"{span.action} of {span.stage}" if span.stage else span.action
     return [
