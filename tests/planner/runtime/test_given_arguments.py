@@ -41,11 +41,11 @@ def test_apply_says_what_to_pass_instead(
     with planner.apply(work.model, plan) as handle:
         pass
     wrong: list[tuple[Any, Any, str]] = [
-        (work.model, profile, r"got a Profile; solve it first: plan = planner.solve\(profile, budget="),
+        (work.model, profile, r"a Profile is neither .*; solve it first: plan = planner.solve\(profile, budget="),
         (work.model, tmp_path / "profile.json", "got 'planner-profile': a profile, which planner profile writes"),
-        (work.model, work, r"got a Workload; profile and solve first"),
-        (work.model, handle, "got a Handle; pass its plan attribute"),
-        (work.model, None, "got None; pass what planner.solve returned"),
+        (work.model, work, r"a Workload is neither .*; profile and solve first"),
+        (work.model, handle, "a Handle is neither .*; pass its plan attribute"),
+        (work.model, None, "None is neither .*; pass what planner.solve returned"),
         (plan, work.model, "got a Plan; call planner.apply.model, plan., the model first"),
         (work, plan, "got a Workload; pass workload.model"),
         (nn.Sequential(nn.LazyLinear(4)), plan, r"that have not run \(0.weight, 0.bias\); run one forward"),
@@ -63,11 +63,11 @@ def test_planning_says_what_to_pass_instead(planned: tuple[Workload, planner.Pro
         planner.pareto,
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"got a Workload; profile it first: profile = planner.profile\(workload"):
+        with pytest.raises(ValueError, match=r"a Workload .*; profile it first: .*planner.profile\(workload"):
             call(work)
-        with pytest.raises(ValueError, match=r"got a Stack; profile its step first"):
+        with pytest.raises(ValueError, match=r"a Stack is neither .*; profile its step first"):
             call(work.model)
-        with pytest.raises(ValueError, match="got a Plan; pass the profile that it was made from"):
+        with pytest.raises(ValueError, match="a Plan is neither .*; pass the profile that it was made from"):
             call(plan)
     for measured in (planner.profile, planner.measure):
         with pytest.raises(ValueError, match=r"expected a planner.Workload, got a Stack; say what a step is first"):
