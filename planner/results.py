@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from planner.explain.state_table import ModelStates as ModelStates, StateRow as StateRow
     from planner.plans.plan import PlannedStage as PlannedStage
     from planner.training.dynamic_shapes import DynamicHandle as DynamicHandle
-    from planner.training.input_signatures import Signature as Signature
     from planner.training.oom_report import FailureReport as FailureReport
+    from planner.training.signatures import Signature as Signature
     from planner.training.training import TrainingRun as TrainingRun
     from planner.training.verification import Verification as Verification
     from profiler.measurement.step_measurement import Measurement as Measurement
@@ -28,7 +28,7 @@ _NAMES = {
     "planner.explain.state_table": "ModelStates StateRow",
     "planner.plans.plan": "PlannedStage",
     "planner.training.dynamic_shapes": "DynamicHandle",
-    "planner.training.input_signatures": "Signature",
+    "planner.training.signatures": "Signature",
     "planner.training.oom_report": "FailureReport",
     "planner.training.training": "TrainingRun",
     "planner.training.verification": "Verification",

@@ -15,7 +15,7 @@ from planner.plans.refusals import Infeasible
 from planner.plans.solving import Numerics, check_numerics, solve
 from planner.runtime.applier import Handle, apply
 from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
-from planner.training.input_signatures import Signature, signature_of
+from planner.training.signatures import Signature, signature_of
 from planner.training.verification import can_verify, verify as verified
 from planner.units import check_size, format_bytes, parse_bytes
 from profiler.caller_warnings import warn_caller

@@ -16,11 +16,11 @@ KEEPING = ("LD_PRELOAD", "libtcmalloc_minimal.so.4")
 
 
 def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandable: bool) -> str:
-    """What to change where CUDA's allocator wastes more than a tenth of what it holds; empty where nothing.
+    """Advice where CUDA's allocator wastes more than a tenth of the bytes that it holds; empty where it does not.
 
     Args:
-        peak_bytes: of the step.
-        reserved_bytes: held for it; None on the CPU.
+        peak_bytes: the most bytes alive in the step.
+        reserved_bytes: bytes that the allocator held for it; None on the CPU.
         expandable: whether segments are expandable already.
 
     >>> advice_on_allocator(95, 100, expandable=False)
@@ -37,14 +37,14 @@ def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandab
 
 
 def advice_on_malloc(peak_bytes: int, faulted_bytes: int | None) -> str:
-    """What to change where a step gets more from the system anew than its whole peak; empty where nothing.
+    """Advice where a step gets more memory anew from the system than its whole peak; empty where it does not.
 
     glibc maps every block above 32 MiB anew and unmaps it when it is freed (DEFAULT_MMAP_THRESHOLD_MAX of its
     malloc.c), and the system clears each page when it is first touched.
 
     Args:
-        peak_bytes: of the step.
-        faulted_bytes: of one step; None but on the CPU.
+        peak_bytes: the most bytes alive in the step.
+        faulted_bytes: bytes that one step got anew; None on other devices than the CPU.
 
     >>> advice_on_malloc(100, 100)
     ''

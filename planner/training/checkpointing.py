@@ -73,15 +73,19 @@ def auto_checkpoint(
             other stages at one size than at another, or is to offload.
     """
     if isinstance(model, Workload) and inputs is not None:
-        raise ValueError("auto_checkpoint: expected no inputs beside a Workload, which has its own; leave them out")
+        raise ValueError("auto_checkpoint: inputs were given beside a Workload, which has its own; leave them out")
     workload = model if isinstance(model, Workload) else Workload(model=model, inputs=inputs)
     if dynamic:
-        _check_no_offload(offload)
+        if offload not in ("auto", "never"):
+            raise ValueError(
+                f"auto_checkpoint: dynamic=True has no offload={offload!r}, because plans for changing shapes only "
+                "recompute; leave one of them out"
+            )
         if numerics != "eager":
-            raise ValueError(f"numerics: expected 'eager' with dynamic=True, got {numerics!r}; leave one of them out")
+            raise ValueError(f"auto_checkpoint: dynamic=True has no numerics={numerics!r}; leave one of them out")
         if workload.custom_step is not None:
             raise ValueError(
-                "auto_checkpoint: expected a workload without step= with dynamic=True; give its loss and optimizer"
+                "auto_checkpoint: dynamic=True needs the loss and optimizer of a workload, not step=; give these"
             )
         apply_dynamic(
             workload,
@@ -95,18 +99,10 @@ def auto_checkpoint(
         )
         return workload.model
     if sizes:
-        raise ValueError("auto_checkpoint: expected no sizes without dynamic=True, got some; pass dynamic=True")
+        raise ValueError("auto_checkpoint: sizes were given without dynamic=True; pass dynamic=True")
     measured = profile(workload, stages=stages, numerics=numerics)
     plan = solve(measured, budget, solver=solver, offload=offload, headroom=headroom, numerics=numerics)
     if verify and can_verify(workload, plan):
         plan = verified(workload, plan, solver=solver).plan
     apply(workload.model, plan)
     return workload.model
-
-
-def _check_no_offload(offload: Offload | OffloadMode) -> None:
-    if offload not in ("auto", "never"):
-        raise ValueError(
-            f"offload: expected 'auto' or 'never' with dynamic=True, got {offload!r}; plans for changing shapes "
-            "recompute and send nothing"
-        )

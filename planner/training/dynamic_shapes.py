@@ -10,20 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from planner.capacity.scaling import same_programs
+from planner.distributed.ranks import planning_among
 from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
-from planner.runtime.applier import Handle, PlanSession, check_unplanned, install, register
+from planner.plans.profiling import profile
+from planner.runtime.applier import Handle, PlanSession, check_unplanned, install, register, split_name
 from planner.runtime.plan_checks import PlanWarnings
-from planner.training.dynamic_profiles import Training, profiles_of
-from planner.training.input_signatures import ReadsSignatures, Signature, SignatureReader
 from planner.training.plan_cache import CACHE_SIZE, Entry, PlanCache, PlanStatus, without_shapes
+from planner.training.signatures import ReadsSignatures, Signature, SignatureReader
 from planner.units import parse_bytes
 from profiler.caller_warnings import warn_caller
-from profiler.records import Profile
+from profiler.measurement import profiling
+from profiler.records import Profile, is_of_whole_model
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped
 from profiler.workload.forward_patches import ForwardPatches
+from profiler.workload.tensor_trees import tensors_in
 from profiler.workload.workload import Workload
+
+# The arguments of a workload that describe how a model is trained, whatever the batch.
+_TRAINING = ("loss", "optimizer", "autocast", "accumulate", "scaler", "clip_norm", "keeps_output")
 
 
 class DynamicHandle(Handle):
@@ -32,10 +39,10 @@ class DynamicHandle(Handle):
     A forward keeps the plan that it began with until its backward is over,
     whatever runs in between. ``plan`` is that of the latest planned forward.
 
-    A signature's status, in ``statuses``, says what its plan rests on:
+    A signature's status, in ``statuses``, names the basis of its plan:
 
     - ``profiled``: a profile of such a batch;
-    - ``interpolated``: what is to be expected between two profiled sizes;
+    - ``interpolated``: an interpolation between two profiled sizes;
     - ``extrapolated``: beyond them, where the profiled sizes themselves lie on one line or parabola;
     - ``covered``: a larger signature, in no dimension smaller: each tensor is at most as large as the plan counts;
     - ``safe``: until another is found, a covering plan that was there; without one, the one that needs least memory.
@@ -59,7 +66,7 @@ class DynamicHandle(Handle):
 
     @property
     def statuses(self) -> dict[Signature, PlanStatus]:
-        """What each plan rests on."""
+        """The basis of each remembered plan."""
         return {entry.signature: entry.status for entry in self._book.entries()}
 
     @property
@@ -88,11 +95,11 @@ class DynamicHandle(Handle):
         return self._reader(args, kwargs)
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until every signature seen so far has its plan; whether that came in time."""
+        """Wait until every signature seen so far has its plan. Returns whether that came in time."""
         return self._book.background.wait(timeout_seconds)
 
     def holds_for(self, inputs: Any) -> bool:
-        """Whether what was profiled says which plan such a batch needs, or that none keeps the budget.
+        """Whether the profiles determine the plan of such a batch, or show that none keeps the budget.
 
         Where it does and no plan covers the batch yet, this waits until its own is found.
         """
@@ -123,8 +130,8 @@ class DynamicHandle(Handle):
         """
         switch, model = self._switch(), self._model()
         if switch is None or model is None or not switch.installed:
-            raise ValueError("profile_now: expected an applied handle, got a removed one; plan the model again")
-        workload = switch.training.on(model, inputs)
+            raise ValueError("profile_now: the handle was removed; plan the model again")
+        workload = _step_on(model, inputs, switch.training)
         self._patches.remove()
         try:
             self._book.add(profiles_of([workload], self._reader, switch.stages, self._book.profiled))
@@ -159,7 +166,7 @@ class Switch:
         model: nn.Module,
         book: PlanCache,
         reader: ReadsSignatures,
-        training: Training,
+        training: Mapping[str, Any],
         stages: Stages = None,
         strict: bool = False,
     ) -> None:
@@ -241,12 +248,14 @@ def apply_dynamic(
     """
     if is_compiled(workload.model):
         raise ValueError(
-            "auto_checkpoint: expected an uncompiled model with dynamic=True, got a compiled one, whose code differs "
-            "from size to size; leave out torch.compile, or dynamic"
+            "auto_checkpoint: dynamic=True needs an uncompiled model, because the code of a compiled one differs from "
+            "size to size; leave out torch.compile, or dynamic"
         )
-    model, training = unwrapped(workload.model), Training.of(workload)
+    model = unwrapped(workload.model)
+    # Neither the model nor the batch: the handle must not keep them alive.
+    training = {name: getattr(workload, name) for name in _TRAINING}
     check_unplanned(model)
-    workloads = [training.on(model, batch) for batch in (workload.inputs, *sizes)]
+    workloads = [_step_on(model, batch, training) for batch in (workload.inputs, *sizes)]
     reader = SignatureReader(model)
     profiles = profiles_of(workloads, reader, stages, {})
     first = reader.of_batch(workloads[0].inputs)
@@ -281,7 +290,57 @@ def apply_profiled(
     """
     book = PlanCache(budget_bytes=budget_bytes, solver=solver, headroom=headroom, cache_size=CACHE_SIZE)
     book.add(profiles)
-    described = Training()  # What comes to be profiled is a workload already.
-    handle = DynamicHandle(Switch(model, book, reader, described), model, next(iter(profiles)))
+    handle = DynamicHandle(Switch(model, book, reader, {}), model, next(iter(profiles)))
     register(model, handle)
     return handle
+
+
+def _step_on(model: nn.Module, inputs: Any, training: Mapping[str, Any]) -> Workload:
+    """The training step on this batch with these arguments; a ``Workload`` of the model is taken as it is.
+
+    Raises:
+        ValueError: a workload of another model.
+    """
+    if not isinstance(inputs, Workload):
+        return Workload(model=model, inputs=inputs, **training)
+    if inputs.model is not model:
+        raise ValueError("sizes: a workload is of another model than the planned one; pass workloads of the same model")
+    return inputs
+
+
+def profiles_of(
+    workloads: Sequence[Workload],
+    reader: ReadsSignatures,
+    stages: Stages,
+    known: Mapping[Signature, Profile],
+) -> dict[Signature, Profile]:
+    """Profile each workload whose signature is new, the largest of each kind first.
+
+    The first profile of a kind, or a ``known`` one, determines the stages and their programs; the others are cut and
+    measured in the same way.
+
+    Raises:
+        ProfileError: a step fails.
+        StagesError: a stage did not run on another batch.
+    """
+    measured = dict(known)
+    for workload in sorted(workloads, key=_elements, reverse=True):
+        signature = reader.of_batch(workload.inputs)
+        alike = next((p for s, p in measured.items() if s.kind == signature.kind), None)
+        if signature in measured:
+            continue
+        with planning_among(None):  # Batches of other ranks have other shapes.
+            measured[signature] = (
+                profile(workload, stages=stages) if alike is None else _profile_like(alike, workload, stages)
+            )
+    return {signature: p for signature, p in measured.items() if signature not in known}
+
+
+def _profile_like(alike: Profile, workload: Workload, stages: Stages) -> Profile:
+    names = list(dict.fromkeys(split_name(s.name)[0] for s in alike.stages if s.kind == "stage"))
+    like = "whole" if is_of_whole_model(alike.stages) else names or None
+    return profiling.profile(workload, stages=stages or like, programs=same_programs(alike))
+
+
+def _elements(workload: Workload) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(workload.inputs))

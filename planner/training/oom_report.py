@@ -18,14 +18,14 @@ _LAST = 6  # actions before the failure that a person gets to see
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """What an error says by itself.
+    """The facts in an error.
 
     Attributes:
         step: the training step, from 1; while its memory is measured beforehand, the next one.
-        phase: that the step was in; None where it was being measured.
-        stage: named by the error's traceback; empty where it names none.
+        phase: the phase of the step; None where it was being measured.
+        stage: the stage in the error's traceback; empty where there is none.
         message: its first line.
-        allocation_bytes: that was refused; None where the message does not say.
+        allocation_bytes: the refused allocation; None where the message does not say.
     """
 
     step: int
@@ -56,13 +56,13 @@ class FailureReport:
     Attributes:
         step: the training step, from 1.
         phase: forward, backward or optimizer; None where it is not known.
-        stage: that was running; empty for the optimizer, and where it is not known.
+        stage: the stage that ran; empty for the optimizer, and where it is not known.
         predicted_bytes: most bytes alive there, by the plan.
         actual_bytes: most bytes that were really alive there; the refused allocation is not among them.
-        allocation_bytes: that was refused; None where the device does not say.
+        allocation_bytes: the refused allocation; None where the device does not say.
         message: the error's first line.
-        timeline: the step's actions up to the failure, from running the step once more under a meter.
-        repeated: whether it failed once more then; if not, the timeline is of a whole step.
+        timeline: the step's actions up to the failure, from repeating the step under a meter.
+        repeated: whether it failed then, too; if not, the timeline is of a whole step.
         restored: whether parameters, buffers, optimizer states and random states are as before a step. False: the
             optimizer's step had begun, and no copy was kept.
         budget_bytes, headroom_bytes, predicted_peak_bytes: of the plan.
@@ -100,7 +100,7 @@ def allocation_in(message: str) -> int | None:
 
 
 def failure_text(report: FailureReport) -> str:
-    """What a person reads of it: place, bytes, the last actions, and what comes next."""
+    """The report as text: place, bytes, the last actions, and the next step."""
     more = "" if report.allocation_bytes is None else f"; another {_both(report.allocation_bytes)} was refused"
     headroom = f", {_both(report.headroom_bytes)} of it headroom" if report.headroom_bytes else ""
     return "\n".join(

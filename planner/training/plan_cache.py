@@ -16,8 +16,7 @@ from planner.plans.offload_request import Offload
 from planner.plans.plan import Plan
 from planner.plans.refusals import Infeasible
 from planner.plans.solving import SEARCH_SECONDS, find_plan, quick_plan
-from planner.training.input_signatures import Signature
-from planner.training.signature_scaling import Basis, SizeLine, expected, lines_of
+from planner.training.signatures import Basis, Signature, SizeLine, expected, lines_of
 from planner.units import format_bytes
 from profiler.records import Profile
 
@@ -184,7 +183,7 @@ class PlanCache:
 
     def _failed(self, error: BaseException) -> None:
         kind = type(error).__name__
-        self._note(kind, f"expected a plan for every signature, got {kind}: {error}; some keep the plan they have")
+        self._note(kind, f"no plan was found for some signatures, {kind}: {error}; they keep the plan they have")
 
     def _fill(self, entry: Entry, lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile]) -> None:
         expectation = expected(lines, profiled, entry.signature)

@@ -14,8 +14,7 @@ from planner.plans.plan import Plan
 from planner.runtime.applier import Backend, apply, measure
 from planner.runtime.model_match import check_precision
 from planner.runtime.plan_checks import check_device, check_inputs
-from planner.training.oom_diagnosis import report_of, stop_of
-from planner.training.oom_recovery import StepRollback, smaller_plan, wanted_bytes
+from planner.training.oom_recovery import StepRollback, report_of, smaller_plan, stop_of, wanted_bytes
 from planner.training.oom_report import FailureReport, Stop, failure_text
 from planner.units import counted
 from profiler.measurement.device_memory import give_back_freed_memory, is_short, ran_out
@@ -25,18 +24,18 @@ from profiler.workload.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """What training under a plan gave.
+    """The result of training under a plan.
 
     Attributes:
         plan: the plan that was applied, after retries the last one.
-        losses: of each training step.
-        step_seconds: of each training step; the first one also allocates optimizer states.
+        losses: the loss of each training step.
+        step_seconds: wall-clock seconds of each training step; the first one also allocates optimizer states.
         measured_peak_bytes: most bytes alive at once in a whole step.
-        rank_peak_bytes: where several ranks train together, of each; ``measured_peak_bytes`` is the highest.
+        rank_peak_bytes: the peak of each rank where several train together; ``measured_peak_bytes`` is the highest.
         measured_seconds: median seconds of a step, by the same meter as the profile's.
         allocated_bytes, reserved_bytes: most bytes that the allocator handed out for that, and that it held of the
             device; None on the CPU.
-        faulted_bytes: that a step gets from the system anew, since the allocator gave them back; None but on the CPU.
+        faulted_bytes: bytes that a step gets anew from the system, since the allocator gave them back; None on CUDA.
         failures: each time that memory ran out and a smaller plan was tried.
     """
 
@@ -53,11 +52,11 @@ class TrainingRun:
 
 
 class OutOfMemory(torch.OutOfMemoryError):
-    """Training under a plan ran out of memory and was not, or not again, retried.
+    """Training under a plan ran out of memory, and no retry was left.
 
     Attributes:
-        reports: of each failure, the last one last.
-        losses: of the training steps before.
+        reports: one for each failure, in order.
+        losses: the loss of each training step before.
     """
 
     def __init__(self, reports: Sequence[FailureReport], losses: Sequence[float]) -> None:
@@ -70,9 +69,9 @@ class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C ended training.
 
     Attributes:
-        losses: of the steps until then.
+        losses: the losses of the steps until then.
         step_seconds: wall-clock seconds of each.
-        plan: that the last one ran under.
+        plan: the plan of the last one.
     """
 
     def __init__(self, losses: Sequence[float], step_seconds: Sequence[float], plan: Plan) -> None:
@@ -90,7 +89,7 @@ def train_planned(
     on_failure: Callable[[FailureReport], None] | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> TrainingRun:
-    """Apply ``plan``, measure a step, train ``steps`` steps, and take the plan off again.
+    """Apply ``plan``, measure a step, train ``steps`` steps, and take the plan off.
 
     Measuring leaves the workload as it was, so the losses are those of training alone. Where memory runs out, the
     failed step is undone; with ``retries`` a plan for a smaller budget is made from the chain in ``plan``, and training
@@ -98,8 +97,8 @@ def train_planned(
 
     Args:
         workload: the training step.
-        plan: for it.
-        steps: to train.
+        plan: a plan for it.
+        steps: the number of steps to train.
         backend: as for ``apply``.
         retries: how many smaller plans to try. Above 0, model and optimizer states are copied to host memory, so that
             an optimizer's step that fails half way can be undone, too.
@@ -120,8 +119,8 @@ def train_planned(
         raise ValueError(f"--retry: expected a number of retries, got {retries}; give 0 or more")
     if retries and current_ranks() is not None:
         raise ValueError(
-            "--retry: expected one process, got several ranks, of which one that runs out of memory leaves the others "
-            "in the middle of their step; leave it out, and solve for a smaller budget"
+            "--retry: several ranks cannot retry, since one that runs out of memory leaves the others in the middle of "
+            "their step; leave it out, and solve for a smaller budget"
         )
     check_device(workload, plan)
     if is_short(plan.predicted_peak_bytes):
@@ -165,7 +164,7 @@ def _train(
 
 
 class _Training:
-    """The steps that are trained, over all attempts."""
+    """The trained steps of all attempts."""
 
     def __init__(
         self,
@@ -187,7 +186,7 @@ class _Training:
         self.measured: Measurement | None = None
 
     def attempt(self, plan: Plan) -> Stop | None:
-        """Measure, and train what is left of the steps; where memory ran out, if it did."""
+        """Measure, and train the steps that are left; returns where memory ran out, if it did."""
         self.measured, self.plan = None, plan
         try:
             with apply(self._workload.model, plan, backend=self._backend):
@@ -214,7 +213,7 @@ class _Training:
             self._on_step(step + 1, self.losses[-1])
 
     def recover(self, plan: Plan, stop: Stop, *, retry: bool) -> tuple[FailureReport, Plan | None]:
-        """Undo the failed step; its report, and the plan to go on with where that is wanted and there is one."""
+        """Undo the failed step; returns its report and, where a retry is wanted and possible, the next plan."""
         gc.collect()  # What the error's frames held in cycles goes before anything is measured.
         done = len(self.losses) if self.measured is None else self._guard.undo()
         if self._workload.device.type == "cuda":
@@ -234,9 +233,9 @@ class _Training:
 
 def _out_of_memory_on(rank: int, step: int, plan: Plan, error: BaseException) -> RankError:
     return RankError(
-        f"train: expected room on every rank for training step {step}, which is predicted to take "
-        f"{plan.predicted_peak_bytes} bytes, got too little on rank {rank}: {str(error).splitlines()[0]}; solve for a "
-        "smaller budget, and start all ranks again",
+        f"train: rank {rank} ran out of memory in training step {step}, which is predicted to take "
+        f"{plan.predicted_peak_bytes} bytes: {str(error).splitlines()[0]}; solve for a smaller budget, and start all "
+        "ranks again",
         rank,
     )
 
@@ -256,7 +255,7 @@ def _checked(step: int, run: Callable[[], float]) -> float:
         if ran_out(error):
             raise
         raise ValueError(
-            f"training step {step}: expected a step that runs, got {type(error).__name__}: {error}; "
+            f"training step {step} failed with {type(error).__name__}: {error}; "
             "correct the model, its inputs or the loss"
         ) from error
 

@@ -10,7 +10,7 @@ import pytest
 import planner
 from planner import zoo
 from planner.explain.timeline import PhaseName, Span, Timeline, predicted_timelines
-from planner.training.oom_diagnosis import _beside, _predicted_at
+from planner.training.oom_recovery import _beside, _predicted_at
 from planner.training.oom_report import ActionMemory, FailureReport, allocation_in, failure_text
 from planner.training.training import OutOfMemory
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from planner.capacity.scaling import IncompatibleProfiles
-from planner.training.input_signatures import Signature, SignatureReader
-from planner.training.signature_scaling import expected, lines_of
+from planner.training.signatures import Signature, SignatureReader, expected, lines_of
 from profiler.records import Phase, Profile, ResidentBytes, StageRecord
 
 

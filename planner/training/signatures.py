@@ -1,19 +1,113 @@
-"""Profiles of signatures that were never profiled, expected from profiled ones that differ from them in one size."""
+"""The signature of a model's call, by which plans are chosen, and profiles of signatures that were never profiled.
+
+A signature has the names, types and shapes of the arguments. The profile of a new one is expected from profiled ones
+that differ from it in one size.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
 
 from planner.capacity.scaling import STRAIGHT, ProfileScaling, whole_at
-from planner.training.input_signatures import Signature
 from profiler.records import Profile
+from profiler.workload.given_models import type_name
+from profiler.workload.tensor_parts import sizes_of
+from profiler.workload.tensor_trees import tensors_in
 
 Basis = Literal["interpolated", "extrapolated", "covered"]
+
+_PLAIN = -1  # the rank of what is no tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The tensors and plain arguments of one call of a model.
+
+    Attributes:
+        kind: only calls of one kind are compared. For every argument its path and either ``(type, rank)`` of a
+            tensor or ``(value, -1)``. Floats and ``None`` do not count.
+        dims: every dimension of every tensor, one after the other, in the order of ``kind``.
+    """
+
+    kind: tuple[tuple[str, str, int], ...]
+    dims: tuple[int, ...]
+
+    def covers(self, other: Signature) -> bool:
+        """Whether the other call is of the same kind and in no dimension larger."""
+        return self.kind == other.kind and all(own >= its for own, its in zip(self.dims, other.dims, strict=True))
+
+    def __str__(self) -> str:
+        rest, shown = list(self.dims), []
+        for path, what, rank in self.kind:
+            shape = tuple(rest.pop(0) for _ in range(max(0, rank)))
+            shown.append(f"{path}={what}" if rank == _PLAIN else f"{path}: {what}{list(shape)}")
+        return ", ".join(shown)
+
+
+class ReadsSignatures(Protocol):
+    """Gives the signatures by which plans are chosen."""
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Signature:
+        """The signature of a call of the model with these arguments."""
+        ...
+
+    def of_batch(self, inputs: Any, /) -> Signature:
+        """The signature of the call that a workload makes with these inputs."""
+        ...
+
+
+class SignatureReader:
+    """Reads the signatures of one model's calls: an argument by position is the same as by its name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [parameter.name for parameter in parameters if parameter.kind in positional]
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        """The signature of a call with these arguments."""
+        names = [*self._names[: len(args)], *(f"*{k}" for k in range(len(self._names), len(args)))]
+        return signature_of({**dict(zip(names, args, strict=True)), **kwargs})
+
+    def of_batch(self, inputs: Any) -> Signature:
+        """The signature of the call that a workload makes with these inputs."""
+        if isinstance(inputs, Mapping):
+            return self((), inputs)
+        return self(inputs, {}) if isinstance(inputs, (tuple, list)) else self((inputs,), {})
+
+
+def signature_of(arguments: Mapping[str, Any]) -> Signature:
+    """The signature of arguments by their names."""
+    entries: list[tuple[tuple[str, str, int], Sequence[int]]] = []
+    for name, value in sorted(arguments.items()):
+        _read(name, value, entries)
+    return Signature(tuple(entry for entry, _ in entries), tuple(d for _, shape in entries for d in shape))
+
+
+def _read(path: str, value: Any, entries: list[tuple[tuple[str, str, int], Sequence[int]]]) -> None:
+    if isinstance(value, Tensor):
+        kind = type_name(value.dtype) + (" with gradient" if value.requires_grad else "")
+        entries.append(((path, kind, value.dim()), sizes_of(value)))
+    elif isinstance(value, (bool, int, str)):
+        entries.append(((path, repr(value), _PLAIN), ()))
+    elif isinstance(value, Mapping):
+        for key, item in sorted(value.items(), key=lambda pair: str(pair[0])):
+            _read(f"{path}.{key}", item, entries)
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            _read(f"{path}.{number}", item, entries)
+    elif value is not None and not isinstance(value, float):
+        entries.append(((path, type(value).__name__, _PLAIN), ()))
+        for number, tensor in enumerate(tensors_in(value)):
+            _read(f"{path}.{number}", tensor, entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +146,7 @@ class SizeLine:
         )
 
     def expect(self, size: int, basis: Basis) -> Expected:
-        """What to plan the signature at a size with."""
+        """The profile to plan the signature at a size with."""
         ends = (self.scaling.sizes[0], max(size, self.scaling.sizes[-1]))
         least, most = (self.scaling.at(end).unplanned_peak_bytes for end in ends)
         spare_bytes = math.ceil(STRAIGHT * max(0, most - least))
@@ -79,7 +173,7 @@ class SizeLine:
 
     @property
     def _slopes(self) -> list[Fraction]:
-        """How much each dimension rises with the size."""
+        """The rise of each dimension per unit of size."""
         first, last = self.signatures[0].dims, self.signatures[-1].dims
         whole = last[self.axis] - first[self.axis]
         return [Fraction(b - a, whole) for a, b in zip(first, last, strict=True)]
@@ -97,7 +191,7 @@ def _extrapolated(sizes: Sequence[int], values: Sequence[int], *, curved: bool) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What to plan a signature with.
+    """The profile to plan a signature with.
 
     Attributes:
         profile: predicted, at ``at``.
@@ -136,7 +230,7 @@ def _line(signatures: Sequence[Signature], profiled: Mapping[Signature, Profile]
 
 
 def expected(lines: Sequence[SizeLine], profiled: Mapping[Signature, Profile], signature: Signature) -> Expected | None:
-    """What to plan a signature with: on a line if it lies on one, else as the smallest that is known to cover it.
+    """The profile to plan a signature with: on a line if it lies on one, else of the smallest known to cover it.
 
     Below the smallest size and above the largest a line counts only where it was checked.
 
