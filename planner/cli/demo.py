@@ -7,11 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
 import torch
 from rich.console import RenderableType
 
-from planner import Plan, Profile, Workload, zoo
+from planner import Plan, Workload, zoo
 from planner.cli.output import Output
 from planner.cli.solutions import summary_of_plan
 from planner.cli.tables import frontier_report, solution_report
@@ -50,13 +49,17 @@ def run_demo(
         ValueError: the folder cannot be made, transformers is missing, or
             training with the plan gives another result than without.
     """
-    _make(folder)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: the folder cannot be made: {error.strerror}; run the demo elsewhere") from error
     out.show("1. Profile: measure one training step of a GPT-2 (12 layers) on the CPU")
     with out.working() as progress:
         measured = profile(build(), progress=progress)
     frame = pareto(measured)
     smallest, whole = min(map(int, frame["budget_bytes"])), measured.unplanned_peak_bytes
-    out.show(f"   {_said(whole, measured.unplanned_seconds)}; plans reach down to {format_bytes(smallest)}\n")
+    unplanned = f"{format_bytes(whole)}, {format_seconds(measured.unplanned_seconds)} a step"
+    out.show(f"   unplanned peak {unplanned}; plans reach down to {format_bytes(smallest)}\n")
     plan = find_plan(measured, smallest + int(BUDGET_PART * (whole - smallest)))
     out.show(
         f"2. Plan for a budget of {format_bytes(plan.budget_bytes)}\n",
@@ -71,8 +74,16 @@ def run_demo(
         progress("time in turns", 2, 3)
         seconds = seconds_in_turns(build(), {"without": None, "with": plan})
     out.show(_outcome(plan, plain, planned, seconds))
-    _check_same(plain, planned)
-    picture = _draw(out, measured, frame, plan, folder)
+    if not _same(plain, planned):
+        raise ValueError(
+            "demo: losses or parameters with the plan differ from those without; "
+            "please report it with the versions of torch and transformers"
+        )
+    out.show("\n4. Pareto curve", frontier_report(frame, "Memory against time, by solver"))
+    title = f"{measured.model_class} on {measured.device} ({measured.device_name})"
+    picture = folder / "pareto.png"
+    draw_pareto(frame, picture, title=title, budget_bytes=plan.budget_bytes)
+    out.show(f"   drawn to {picture}")
     return {
         "status": "trained",
         "plan": summary_of_plan(plan).to_document(),
@@ -81,13 +92,6 @@ def run_demo(
         "planned": {"measured_peak_bytes": planned.peak_bytes, "measured_seconds": seconds["with"]},
         "picture": str(picture),
     }
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{folder}: expected a folder that can be made, got {error.strerror}; go elsewhere") from error
 
 
 def _train(workload: Workload, plan: Plan | None) -> _Trained:
@@ -126,24 +130,3 @@ def _outcome(plan: Plan, plain: _Trained, planned: _Trained, seconds: dict[str, 
 def _same(plain: _Trained, planned: _Trained) -> bool:
     pairs = zip(plain.parameters, planned.parameters, strict=True)
     return plain.losses == planned.losses and all(torch.equal(a, b) for a, b in pairs)
-
-
-def _check_same(plain: _Trained, planned: _Trained) -> None:
-    if not _same(plain, planned):
-        raise ValueError(
-            "demo: expected the same losses and parameters with the plan as without, got others; "
-            "please report it with the versions of torch and transformers"
-        )
-
-
-def _draw(out: Output, measured: Profile, frame: pd.DataFrame, plan: Plan, folder: Path) -> Path:
-    out.show("\n4. Pareto curve", frontier_report(frame, "Memory against time, by solver"))
-    title = f"{measured.model_class} on {measured.device} ({measured.device_name})"
-    picture = folder / "pareto.png"
-    draw_pareto(frame, picture, title=title, budget_bytes=plan.budget_bytes)
-    out.show(f"   drawn to {picture}")
-    return picture
-
-
-def _said(peak_bytes: int, seconds: float) -> str:
-    return f"unplanned peak {format_bytes(peak_bytes)}, {format_seconds(seconds)} a step"

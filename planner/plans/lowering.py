@@ -19,7 +19,7 @@ class UnsupportedPlan(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Run a stage again: keep nothing, keep (by an option; 0 keeps all), or stop once all is saved; hold its input."""
+    """Recompute a stage: keep nothing, keep (by an option; 0 keeps all), or stop once all is saved; hold its input."""
 
     stage: int
     mode: RecomputeMode
@@ -84,8 +84,8 @@ def lower_schedule(stages: Sequence[PlannedStage], schedule: Schedule) -> Lowere
     """Translate a schedule.
 
     Raises:
-        UnsupportedPlan: it reruns what lies outside of stages, drops a boundary between stages that are not linked, or
-            runs stages again at a moment, or from an input, that the runtime does not have.
+        UnsupportedPlan: it recomputes parts outside of stages, drops a boundary between stages that are not linked, or
+            recomputes stages at a moment, or from an input, that the runtime does not have.
     """
     first, phases = _phases(schedule.actions)
     boundaries = _boundaries_after(set(), first)
@@ -189,7 +189,9 @@ def _backwards(
         reruns[backward] = tuple(_rerun(a, boundaries) for a in actions if a.kind in RUNS)
         if reruns[backward] and all(rerun.stage != backward for rerun in reruns[backward]):
             again = stages[reruns[backward][0].stage].name
-            raise _unsupported(f"{again!r} to run again before a stage that does so too", stages[backward].name)
+            raise _unsupported(
+                f"{again!r} is recomputed before a stage that is not recomputed itself", stages[backward].name
+            )
         begin = next((i for i, action in enumerate(actions) if action.kind in RUNS), len(actions))
         moment |= _let_go(held, actions[:begin])
         if reruns[backward]:
@@ -221,9 +223,11 @@ def _follow(
         rerun = next(reruns)
         k, name = rerun.stage, stages[rerun.stage].name
         if released:
-            raise _unsupported(f"the input of {stages[min(released)].name!r} to stay until {name!r} has run", backward)
+            raise _unsupported(
+                f"the input of {stages[min(released)].name!r} is released before {name!r} is recomputed", backward
+            )
         if stages[k].record.links and k not in held and latest != k - 1:
-            raise _unsupported(f"{name!r} to run again directly after the stage before it", backward)
+            raise _unsupported(f"{name!r} is not recomputed directly after the stage before it", backward)
         if rerun.mode != "drop":
             held.discard(k)
         elif rerun.hold and stages[k].record.links:
@@ -232,10 +236,8 @@ def _follow(
     return released
 
 
-def _unsupported(expected: str, backward: str) -> UnsupportedPlan:
-    return UnsupportedPlan(
-        f"plan: expected {expected}, got another order before the backward of stage {backward!r}; solve again"
-    )
+def _unsupported(problem: str, backward: str) -> UnsupportedPlan:
+    return UnsupportedPlan(f"plan: {problem} (before the backward of stage {backward!r}); solve again")
 
 
 def _rerun(action: Action, boundaries: set[int]) -> Rerun:
@@ -265,11 +267,9 @@ def _check(stages: Sequence[PlannedStage], dropped: frozenset[int], holding_inpu
     for k in sorted(dropped):
         stage = stages[k]
         if stage.kind != "stage":
-            raise UnsupportedPlan(
-                f"plan: expected what is outside of stages to be kept, got a rerun of it ({stage.name!r}); solve again"
-            )
+            raise UnsupportedPlan(f"plan: {stage.name!r} lies outside of stages and cannot be recomputed; solve again")
         if k not in holding_input and (k - 1) not in dropped:
             raise UnsupportedPlan(
-                f"plan: expected the input of stage {stage.name!r} to be kept or its forerunner to be recomputed, "
-                "got neither; solve again"
+                f"plan: stage {stage.name!r} has no input to be recomputed from: it is not kept, and the stage before "
+                "is not recomputed; solve again"
             )

@@ -71,20 +71,22 @@ class Rule:
         modules = _module_patterns(self.modules, "modules")
         ops = _listed(self.ops, "ops", _op, "an op's name or number")
         if self.action not in get_args(RuleAction):
-            raise ValueError(f"a rule: expected action {_either(RuleAction)}, got {self.action!r}; choose one of them")
+            raise ValueError(f"a rule: there is no action {self.action!r}; choose {_either(RuleAction)}")
         if not isinstance(self.force, bool):
-            raise ValueError(f"a rule: expected force to be true or false, got {self.force!r}; correct it")
+            raise ValueError(f"a rule: force is {self.force!r}; write true or false")
         if ops and any(":" in text for text in modules):
-            raise ValueError(f"a rule: expected ops once, got {ops[0]!r} beside {modules[0]!r}; name them in one place")
+            raise ValueError(f"a rule: ops are named twice, {ops[0]!r} and in {modules[0]!r}; name them in one place")
         if not modules and not ops:
-            raise ValueError('a rule: expected modules or ops, got neither; name some (modules = "*" means all)')
+            raise ValueError('a rule: it names neither modules nor ops; name some (modules = "*" means all)')
         object.__setattr__(self, "modules", modules or ("*",))
         object.__setattr__(self, "ops", ops)
         wrong = [op for target in self.targets for op in target.ops if not _OP.fullmatch(op)]
         if wrong:
-            raise ValueError(f"a rule: expected an op such as gelu, gelu#1 or #12, got {wrong[0]!r}; correct it")
+            raise ValueError(f"a rule: {wrong[0]!r} is not an op; write gelu, gelu#1 or #12, say")
         if self.action == "solve" and any(target.ops for target in self.targets):
-            raise ValueError("a rule: expected whole stages to solve for, got ops; leave the ops out, or state them")
+            raise ValueError(
+                "a rule: only whole stages can be left to the solver, not ops; leave the ops out, or state them"
+            )
 
     @property
     def targets(self) -> tuple[RuleTarget, ...]:
@@ -119,14 +121,14 @@ class Rules:
 
     def __post_init__(self) -> None:
         if isinstance(self.rules, (str, Rule)) or not all(isinstance(rule, Rule) for rule in self.rules):
-            raise ValueError(f"rules: expected a list of planner.Rule, got {self.rules!r}; put them into a list")
+            raise ValueError(f"rules: {self.rules!r} is not a list of planner.Rule; put the rules into a list")
         object.__setattr__(self, "rules", tuple(self.rules))
         names = _module_patterns(self.checkpoints, "checkpoints")
         object.__setattr__(self, "checkpoints", names)
         if self.rest not in get_args(Rest):
-            raise ValueError(f"rules: expected rest {_either(Rest)}, got {self.rest!r}; choose one of them")
+            raise ValueError(f"rules: there is no rest {self.rest!r}; choose {_either(Rest)}")
         if not self.rules and not names:
-            raise ValueError("rules: expected at least one rule or checkpoint, got none; state something")
+            raise ValueError("rules: there is neither a rule nor a checkpoint; state at least one")
 
     @property
     def checkpoint_patterns(self) -> tuple[str, ...]:
@@ -143,7 +145,7 @@ class Rules:
         path = Path(path)
         read = _ENDINGS.get(path.suffix.lower())
         if read is None:
-            raise ValueError(f"{path}: expected a file ending in .toml or .json, got {path.suffix!r}; rename it")
+            raise ValueError(f"{path}: rules cannot be read from a file ending in {path.suffix!r}; use .toml or .json")
         return cls.from_document(_parsed(path, read), str(path))
 
     @classmethod
@@ -152,7 +154,7 @@ class Rules:
         values = _table_of(cls, document, where)
         listed = values.pop("rules", [])
         if not isinstance(listed, list):
-            raise ValueError(f"{where}: expected rules to be a list, got {listed!r}; write [[rules]] above each")
+            raise ValueError(f"{where}: rules is not a list but {listed!r}; write [[rules]] above each rule")
         places = (f"{where}: rule {k + 1}" for k in range(len(listed)))
         rules = [_built(Rule, _table_of(Rule, rule, place), place) for rule, place in zip(listed, places, strict=True)]
         return _built(cls, {**values, "rules": rules}, where)
@@ -298,13 +300,11 @@ def no_module(where: str, pattern: str, stages: Sequence[NamedStage], outside: I
     """The error for a pattern that names no stage and no module inside one."""
     if any(_matches(pattern, (name,)) for name in outside):
         return ChoiceError(
-            f"{where}: expected stages or modules inside them, got {pattern!r}, which runs outside of stages and is "
-            "always kept; make it a stage when profiling (--stages)"
+            f"{where}: {pattern!r} runs outside of stages and is always kept; make it a stage when profiling (--stages)"
         )
     known = (name for stage in stages for pair in (*stage.parents, *stage.inside(), (stage.name,)) for name in pair)
     return ChoiceError(
-        f"{where}: expected the name, glob pattern or class of a module that runs, got {pattern!r}, which matches "
-        f"nothing; nearest: {_nearest(pattern, known)}"
+        f"{where}: {pattern!r} matches the name or class of no module that runs; nearest: {_nearest(pattern, known)}"
     )
 
 
@@ -312,11 +312,10 @@ def no_op(where: str, pattern: str, module: str, ops: Iterable[StageOp | StepOp]
     """The error for a pattern that names none of the ops of some modules."""
     known = [op.kind for op in ops]
     if not known:
-        return ChoiceError(f"{where}: expected a module that runs ops, got {module!r}, which runs none; leave it out")
+        return ChoiceError(f"{where}: {module!r} runs no ops; leave it out")
     near = _nearest(pattern.partition("#")[0], known)
     return ChoiceError(
-        f"{where}: expected the kind, name or number of ops that run in {module!r}, got {pattern!r}, which matches "
-        f"nothing; nearest: {near}"
+        f"{where}: {pattern!r} matches the kind, name or number of no op that runs in {module!r}; nearest: {near}"
     )
 
 

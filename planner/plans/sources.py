@@ -13,7 +13,7 @@ from solvers.problem.chain import FORMAT as CHAIN_FORMAT, VERSION as CHAIN_VERSI
 from solvers.problem.graph import FORMAT as GRAPH_FORMAT, VERSION as GRAPH_VERSION, Graph
 
 Given = TypeVar("Given", Profile, Plan)
-Problem = TypeVar("Problem", Chain, Graph)
+Solvable = TypeVar("Solvable", Chain, Graph)
 Source: TypeAlias = Profile | Chain | Graph
 FORMATS = {PROFILE_FORMAT: PROFILE_VERSION, CHAIN_FORMAT: CHAIN_VERSION, GRAPH_FORMAT: GRAPH_VERSION}
 
@@ -77,7 +77,7 @@ def read_source(path: str | Path) -> Source:
     return Profile.from_document(document, str(path))
 
 
-def problem_from(document: Mapping[str, Any], where: str, kind: type[Problem]) -> Problem:
+def problem_from(document: Mapping[str, Any], where: str, kind: type[Solvable]) -> Solvable:
     """Returns the chain or graph of a document; ``where`` names it in errors.
 
     Raises:

@@ -225,9 +225,9 @@ def test_checkpoints_cost_what_chen_s_segments_cost(gpt2_profile):
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        (Rules(rules=[Rule(modules="*.h.9")]), "'\\*.h.9', which matches nothing; nearest: "),
-        (Rules(rules=[Rule(modules="lm_head")]), "'lm_head', which runs outside of stages"),
-        (Rules(rules=[Rule(modules="*.mlp", ops="gelu")]), "which matches nothing; nearest: "),
+        (Rules(rules=[Rule(modules="*.h.9")]), "h.9' matches .* no module that runs; nearest: "),
+        (Rules(rules=[Rule(modules="lm_head")]), "'lm_head' runs outside of stages"),
+        (Rules(rules=[Rule(modules="*.mlp", ops="gelu")]), "no op that runs in .*; nearest: "),
         (Rules(rules=[BLOCKS], rest="solve"), "expected a budget for the stages left to the solver"),
         (Rules(rules=[Rule(modules="*", action="solve")]), "expected a budget"),
     ],

@@ -132,7 +132,9 @@ def test_bad_rules_are_refused_before_the_model_is_built(tmp_path, monkeypatch):
 
     monkeypatch.setattr("planner.cli.profiling.workload_of", never)
     (tmp_path / "empty.toml").write_text("")
-    assert "at least one rule" in refused("profile", "zoo:mlp", *SMALL, "--rules", tmp_path / "empty.toml")
+    assert "neither a rule nor a checkpoint" in refused(
+        "profile", "zoo:mlp", *SMALL, "--rules", tmp_path / "empty.toml"
+    )
 
 
 def test_rules_are_of_profiles_and_a_budget_is_of_all_else(files, folder, tmp_path):

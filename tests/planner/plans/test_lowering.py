@@ -132,17 +132,20 @@ def test_a_boundary_that_goes_before_the_second_runs_goes_in_the_backward_before
         # Stage 0 runs again before the backward of stage 2, which is kept and tells nobody.
         (
             "F0 F1 x0 F2k F0 B2 x1 R1 B1 x0 R0 B0",
-            "'block.0' to run again before a stage that does so too.*'block.2'",
+            "'block.0' is recomputed before a stage that is not recomputed itself.*'block.2'",
         ),
         # Stage 1 is kept by its second run, before the backward of stage 2: nothing of it is asked for at its turn.
         (
             "F0k F1 F2 F3 x1 F1 F2k R3 B3 x2 x1 F1 B2 x1 R1 B1 x0 B0",
-            "'block.1' to run again before a stage that does so too.*'block.2'",
+            "'block.1' is recomputed before a stage that is not recomputed itself.*'block.2'",
         ),
         # The output of stage 0 is kept for stage 1 beside another second run.
-        ("F0 F1 x0 F2 F0 R2 B2 x1 R1 B1 x0 R0 B0", "'block.1' to run again directly after the stage before it"),
+        ("F0 F1 x0 F2 F0 R2 B2 x1 R1 B1 x0 R0 B0", "'block.1' is not recomputed directly after the stage before it"),
         # Stage 1's input goes between its second run and that of stage 2, which stops at its last saved tensor.
-        ("F0 F1 x1 F2 x2 F1 x0 R2 B2 x1 F0 R1 B1 x0 R0 B0", "the input of 'block.1' to stay until 'block.2' has run"),
+        (
+            "F0 F1 x1 F2 x2 F1 x0 R2 B2 x1 F0 R1 B1 x0 R0 B0",
+            "the input of 'block.1' is released before 'block.2' is recomputed",
+        ),
     ],
 )
 def test_what_the_runtime_would_do_later_or_once_more_is_refused(rows: str, message: str) -> None:

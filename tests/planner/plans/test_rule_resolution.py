@@ -196,17 +196,17 @@ def test_lines_say_what_rules_came_to():
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ([Rule(modules="body.hh.1")], "rule 1 .*'body.hh.1', which matches nothing; nearest: body.h.1"),
+        ([Rule(modules="body.hh.1")], "rule 1 .*'body.hh.1' matches .* no module that runs; nearest: body.h.1"),
         ([Rule(modules="Blok")], "nearest: Block"),
         ([Rule(modules="zzz")], "nearest: Model, body, Body"),
-        ([Rule(modules="embedding")], "'embedding', which runs outside of stages and is always kept.*--stages"),
-        ([Rule(modules="Block", ops="gellu")], "run in 'Block', got 'gellu', which matches nothing; nearest: gelu"),
-        ([Rule(modules="*.mlp", ops=["gelu", "mm"])], "got 'mm', which matches nothing; nearest: addmm"),
+        ([Rule(modules="embedding")], "'embedding' runs outside of stages and is always kept.*--stages"),
+        ([Rule(modules="Block", ops="gellu")], "'gellu' matches .* no op that runs in 'Block'; nearest: gelu"),
+        ([Rule(modules="*.mlp", ops=["gelu", "mm"])], "'mm' matches .* nearest: addmm"),
         ([Rule(modules="*", ops="softmax")], "nearest: .*gelu"),
-        ([Rule(modules="*.mlp", ops="#0")], "got '#0', which matches nothing"),
-        ([Rule(ops=5)], "got '#5'"),
-        ([Rule(modules="*.off")], "a module that runs ops, got '\\*.off', which runs none"),
-        ([Rule(modules="*.off:gelu")], "which runs none"),
+        ([Rule(modules="*.mlp", ops="#0")], "'#0' matches the kind, name or number of no op"),
+        ([Rule(ops=5)], "'#5' matches the kind, name or number of no op"),
+        ([Rule(modules="*.off")], "'\\*.off' runs no ops"),
+        ([Rule(modules="*.off:gelu")], "runs no ops"),
         ([Rule(modules="*.mlp", action="solve")], "whole stages to solve for, got a module inside stage 'body.h.0'"),
         (
             [Rule(modules="body.h.0"), Rule(modules="*", action="keep")],
@@ -225,7 +225,7 @@ def test_rules_that_name_nothing_or_contradict_are_refused(rules, words):
 @pytest.mark.parametrize(
     ("checkpoints", "rules", "words"),
     [
-        ("body.h.9", [], "checkpoints: expected the name.*nearest: body.h.3"),
+        ("body.h.9", [], "checkpoints: 'body.h.9' matches .*nearest: body.h.3"),
         ("*.mlp", [], "checkpoints: expected stages.*'\\*.mlp', which lies inside stage 'body.h.0'"),
         ("embedding", [], "checkpoints: .*outside of stages"),
         ("body.h.1", [Rule(modules="*", action="keep")], "got checkpoints body.h.1 and after it rule 1"),

@@ -68,7 +68,7 @@ def test_runs_before_a_kept_backward_are_refused() -> None:
     early = [("free", 3), ("forward", 0), ("forward", 1), ("backward", 3)]
     late = [*again(2), *again(1), *again(0)]
     spoilt = scheduled(plan, *dropped, ("forward", 3, 0), ("loss",), *early, *late)
-    with pytest.raises(UnsupportedPlan, match="'0' to run again .* before the backward of stage '3'; solve again"):
+    with pytest.raises(UnsupportedPlan, match="'0' is recomputed .*before the backward of stage '3'.; solve again"):
         planner.apply(work.model, spoilt)
 
 
@@ -81,7 +81,7 @@ def test_what_no_run_reads_at_once_is_refused() -> None:
     early = [("free", 3), ("forward", 0), ("recompute", 3, 0), ("backward", 3), ("free", 2), ("forward", 1)]
     late = [("recompute", 2, 0), ("backward", 2), *again(1), *again(0)]
     spoilt = scheduled(plan, *dropped, ("loss",), *early, *late)
-    with pytest.raises(UnsupportedPlan, match="'1' to run again directly after the stage before it"):
+    with pytest.raises(UnsupportedPlan, match="'1' is not recomputed directly after the stage before it"):
         planner.apply(work.model, spoilt)
 
 
