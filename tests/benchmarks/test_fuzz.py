@@ -73,6 +73,7 @@ def forget_random_states(broken: pytest.MonkeyPatch) -> None:
     broken.setattr(torch, "set_rng_state", lambda state: None if applied else set_state(state))
 
 
+@pytest.mark.nightly
 def test_a_peak_above_the_budget_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planner, "apply", lambda model, plan: None)
     monkeypatch.setattr("benchmarks.fuzz.script._RUN", _RUN_WITHOUT_HANDLE)

@@ -81,6 +81,7 @@ def test_offload_is_held_against_what_torch_sends_at_its_peak():
     assert frame.over_save_on_cpu["save_on_cpu"] == 1
 
 
+@pytest.mark.nightly
 def test_a_llama_that_does_not_fit_gets_a_plan_or_its_reason(monkeypatch):
     settings = {**gpu_llama.TINY, **gpu_llama.TRAINED, "batch": 2, "device": "cpu"}
     rows = {row["way"]: row for row in gpu_llama.rows_of(settings, 300_000, False)}

@@ -14,6 +14,7 @@ from solvers.graph.orders import IndexedGraph
 from solvers.problem.examples import training_graph
 from solvers.problem.graph import Graph, Node
 from tests.support.graph_checks import checked_seconds, optimum_seconds, telling_budgets
+from tests.support.nightly import by_day
 
 SEEDS = range(25)
 
@@ -23,7 +24,7 @@ def most_often(order: tuple[int, ...] | None) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", by_day(SEEDS, range(6)))
 def test_with_intervals_to_spare_it_finds_what_checkmate_finds(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     for budget in telling_budgets(indexed):
@@ -33,7 +34,7 @@ def test_with_intervals_to_spare_it_finds_what_checkmate_finds(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", by_day(SEEDS, range(6)))
 def test_two_intervals_are_as_good_where_two_runs_are_enough(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     for budget in telling_budgets(indexed):

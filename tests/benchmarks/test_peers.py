@@ -158,6 +158,7 @@ def test_a_peer_below_all_plans_is_said_to_be():
     assert math.isnan(row["plan_over_peer"]) and row["peer_slowdown"] > 0
 
 
+@pytest.mark.nightly
 def test_op_level_rows_stay_within_their_budgets_and_as_predicted():
     rows = list(op_level.rows_of("gpt2", "cpu", 1, **SMALL))
     assert [row["place"] for row in rows] == ["op-level minimum", "0", "1/4", "1/2", "3/4"]

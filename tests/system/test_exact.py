@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -74,12 +75,18 @@ def bookkeeping_muted(monkeypatch: pytest.MonkeyPatch) -> None:
 RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 
 
+@functools.cache
+def profiled(name: str) -> planner.Profile:
+    """The profile of a model as ``workload`` builds it."""
+    return planner.profile(workload(name))
+
+
 BY_DAY = ["dropout", "skip", "in_place"]
 
 
 @pytest.mark.parametrize("name", by_day(MODELS, BY_DAY))
 def test_every_plan_is_exact_and_takes_the_predicted_bytes(name: str) -> None:
-    profile = planner.profile(workload(name))
+    profile = profiled(name)
     expected = state_after(workload(name))
     for budget in budgets(profile):
         plan = planner.solve(profile, budget, solver="rotor")
@@ -128,7 +135,7 @@ def test_extra_ops_are_those_of_the_plan(name: str, bookkeeping_muted: None) -> 
 @pytest.mark.parametrize("name", by_day(["plain", "dropout", "batchnorm", "skip", "in_place"], ["dropout", "in_place"]))
 def test_programs_run_the_ops_of_the_plan(name: str) -> None:
     work = workload(name)
-    profile = planner.profile(work)
+    profile = profiled(name)
     plan = following(profile, choosing_inside(chain_of(profile)))
     assert any(a.option for a in plan.schedule.actions)
     options = {a.stage: a.option for a in plan.schedule.actions if a.option}
@@ -205,7 +212,7 @@ def test_gradients_accumulate_over_two_backwards() -> None:
         return [p.grad for p in work.model.parameters()]
 
     work = workload("dropout")
-    profile = planner.profile(work)
+    profile = profiled("dropout")
     expected = [g.clone() for g in gradients(work) if g is not None]
     with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
         planned = [g for g in gradients(work) if g is not None]
@@ -214,7 +221,7 @@ def test_gradients_accumulate_over_two_backwards() -> None:
 
 def test_a_retained_graph_can_go_backward_twice() -> None:
     work = workload("dropout")
-    profile = planner.profile(work)
+    profile = profiled("dropout")
     with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
         loss = work.forward()
         parameters = [p for p in work.model.parameters() if p.requires_grad]
@@ -226,7 +233,7 @@ def test_a_retained_graph_can_go_backward_twice() -> None:
 
 def test_a_part_of_the_graph_can_be_differentiated() -> None:
     work = workload("plain")
-    profile = planner.profile(work)
+    profile = profiled("plain")
     wanted = [p for n, p in work.model.named_parameters() if n.startswith("blocks.1.")]
     expected = torch.autograd.grad(work.forward(), wanted)
     with planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor")):
@@ -252,7 +259,7 @@ def test_second_derivatives_are_exact() -> None:
 
 def test_remove_puts_the_model_back() -> None:
     work = workload("dropout")
-    profile = planner.profile(work)
+    profile = profiled("dropout")
     keys, names = list(work.model.state_dict()), [n for n, _ in work.model.named_modules()]
     handle = planner.apply(work.model, planner.solve(profile, next(budgets(profile)), solver="rotor"))
     assert planner.handle_of(work.model) is handle
@@ -266,7 +273,7 @@ def test_remove_puts_the_model_back() -> None:
 
 def test_a_plan_is_inactive_in_eval_mode_and_without_gradients() -> None:
     work = workload("dropout")
-    profile = planner.profile(work)
+    profile = profiled("dropout")
     plan = planner.solve(profile, next(budgets(profile)), solver="rotor")
     with planner.apply(work.model, plan):
         with torch.no_grad(), CountOps() as ops:
@@ -324,7 +331,7 @@ def test_an_input_changed_between_forward_and_backward_is_refused(
 
 @pytest.mark.parametrize("name", by_day(KEPT, ["in_place"]))
 def test_keeping_everything_replays_every_measured_phase_exactly(name: str) -> None:
-    profile = planner.profile(workload(name))
+    profile = profiled(name)
     chain = chain_of(profile)
     plan = planner.solve(profile, profile.unplanned_peak_bytes)
     for moment in replay(chain, plan.schedule).timeline:

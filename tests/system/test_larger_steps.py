@@ -119,6 +119,7 @@ def test_a_part_that_is_frozen_is_said_where_its_casts_were_shared() -> None:
         assert ["whose casts autocast makes anew" in line for line in said] == expected * [True]
 
 
+@pytest.mark.nightly
 def test_a_rate_that_was_zero_is_said_where_a_frozen_part_takes_as_many_ops_away() -> None:
     work = workload([Residual() for _ in range(6)])
     with planner.apply(work.model, smallest_plan(work)):

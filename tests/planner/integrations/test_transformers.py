@@ -80,7 +80,7 @@ def assert_same_training(got: Run, expected: Run) -> None:
         at_night(plain_trainer, "85%", {"data": ROWS, "adapter": "DoRA", "max_steps": 2}),
         at_night(plain_trainer, "85%", {"data": ROWS, "adapter": "prompt tuning", "max_steps": 2}),
         at_night(sft_trainer, "98%", {"adapter": "LoRA", "max_steps": 2, "per_device_train_batch_size": 2}),
-        (dpo_trainer, "99%", {"max_steps": 2, "per_device_train_batch_size": 2}),
+        at_night(dpo_trainer, "99%", {"max_steps": 2, "per_device_train_batch_size": 2}),
     ],
     ids=["accumulation", "bf16 LoRA", "DoRA", "prompt tuning", "SFT LoRA", "DPO"],
 )
@@ -113,6 +113,7 @@ def trainer_of_lists(folder: str, **settings: Any) -> Any:
     return made
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_trainer_whose_batches_are_lists_is_planned(tmp_path: Path) -> None:
     settings = {"data": ROWS, "max_steps": 2}

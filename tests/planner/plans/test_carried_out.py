@@ -11,6 +11,7 @@ from planner.plans.lowering import can_carry_out
 from solvers import Chain, Option, Problem, Stage, frontier, replay, solve_chain
 from solvers.chain.persistent import shortage
 from tests.support.chains import random_chain
+from tests.support.nightly import by_day
 from tests.support.planned_blocks import planned_block
 
 
@@ -76,7 +77,7 @@ def test_a_frontier_has_no_others(solver: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", by_day(range(25), range(8)))
 @pytest.mark.parametrize("solver", ["ilp", "auto"])
 def test_the_program_for_models_knows_all_persistent_schedules_and_no_others_than_accepted(
     seed: int, solver: str

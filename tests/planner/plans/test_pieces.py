@@ -204,7 +204,7 @@ def test_a_profile_without_pieces_is_refused_with_how_to_have_them():
 def test_a_plan_in_pieces_says_so_and_is_read_back(profiled, tmp_path):
     plan = planner.solve(profiled, "30%", numerics="rounding")
     assert re.search("head and the loss: (3|12) pieces of at most (128|32) rows", plan.summary())
-    assert "head in 3 pieces" in plan.in_one_line()
+    assert re.search("head in (3|12) pieces", plan.in_one_line())
     plan.save(tmp_path / "plan.json")
     assert planner.Plan.load(tmp_path / "plan.json") == plan
     profiled.save(tmp_path / "profile.json")

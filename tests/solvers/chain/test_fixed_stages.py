@@ -15,6 +15,7 @@ from solvers.chain.lower_bound import bound_seconds
 from solvers.problem.chain import Shared
 from solvers.problem.examples import equal_stages
 from tests.support.chains import random_chain
+from tests.support.nightly import by_day
 
 
 def random_spans(chain: Chain, random: Random, free: float) -> list[Segment]:
@@ -60,7 +61,7 @@ def test_a_segment_of_two_by_hand():
     assert segment.backward_peak_bytes == 10  # 5 kept of the first, 4 of the second, 1 in its backward
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", by_day(range(150), range(40)))
 def test_what_is_fixed_costs_the_same_in_both_chains(seed):
     chain = random_chain(seed, most_stages=7)
     spans = random_spans(chain, Random(seed), free=0.0)
@@ -73,7 +74,7 @@ def test_what_is_fixed_costs_the_same_in_both_chains(seed):
     assert (inside.seconds, inside.peak_bytes) == (outside.seconds, outside.peak_bytes)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", by_day(range(150), range(40)))
 def test_solutions_of_the_rest_fit_the_chain(seed):
     chain = random_chain(seed, most_stages=7)
     spans = random_spans(chain, Random(seed), free=0.5)
@@ -87,7 +88,7 @@ def test_solutions_of_the_rest_fit_the_chain(seed):
         assert (replayed.seconds, replayed.peak_bytes) == (solution.seconds, solution.peak_bytes)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", by_day(range(300), range(60)))
 def test_shared_tensors_are_never_counted_too_low(seed):
     chain = random_chain(seed, most_stages=6, shared=True)
     spans = random_spans(chain, Random(seed), free=0.3)
@@ -168,7 +169,7 @@ def test_the_gradient_of_the_loss_is_there_before_the_last_boundary_in_a_segment
     )
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", by_day(range(150), range(40)))
 def test_with_shared_tensors_solutions_of_the_rest_fit_and_bounds_without_them_hold(seed):
     chain = random_chain(seed, most_stages=6, shared=True)
     spans = random_spans(chain, Random(seed), free=0.5)
