@@ -1,4 +1,4 @@
-"""Installs a plan on the real model, takes it off again, and measures steps with and without one."""
+"""Installs a plan on the real model, takes it off, and measures steps with and without one."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _say_what_is_unsteady(plan: Plan) -> None:
     if plan.unsteady:
         more = f" (and {len(plan.unsteady) - 3} more)" if len(plan.unsteady) > 3 else ""
         warn_caller(
-            f"apply: expected the same bytes in every step, got a {plan.model_class} whose peak is not promised: "
+            f"apply: the memory of this {plan.model_class} differs from step to step, so its peak is not promised: "
             f"{'; '.join(plan.unsteady[:3])}{more}. Solve with headroom for it",
         )
 
@@ -232,9 +232,7 @@ def _say_what_is_unsteady(plan: Plan) -> None:
 def check_unplanned(model: nn.Module) -> None:
     """Refuse a model that has a plan, or forwards that are patched otherwise; raises ValueError."""
     if model in _PLANNED or is_patched(model):
-        raise ValueError(
-            "apply: expected a model without a plan, got one that has one; call its handle's remove() first"
-        )
+        raise ValueError("apply: the model has a plan already; call remove() of planner.handle_of(model) first")
 
 
 def register(model: nn.Module, handle: Handle) -> None:
@@ -413,7 +411,7 @@ class PlanSession:
         return step
 
     def _check_casts(self, batch: BatchCopies) -> None:
-        """Refuse a second forward whose parameters autocast would not cast again: what programs cast is their own.
+        """Refuse a second forward whose parameters autocast would not cast anew: the casts of programs are their own.
 
         Raises:
             PlanMismatch: the backward of the one before is yet to come, which adds up in the cast then.
@@ -423,9 +421,9 @@ class PlanSession:
             before = self._before[1]()
             if before is not None and not before.backward_begun:
                 raise PlanMismatch(
-                    "forward: expected one call of the model for each backward within one autocast context, as "
-                    "profiled, got another call before backward; enter autocast for each call, or put both calls into "
-                    "one module and profile that"
+                    "forward: the model was called twice before backward within one autocast context, and the plan is "
+                    "for one call for each backward; enter autocast for each call, or put both calls into one module "
+                    "and profile that"
                 )
         self._before = casts, weakref.ref(batch)
 
@@ -460,8 +458,8 @@ class PlanSession:
             return False
         handle.remove()
         warn_caller(
-            "planner.apply: expected the planned forward, got the one from before it (accelerate's unwrap_model with "
-            "keep_fp32_wrapper=False puts that back): the plan is taken off, everything is kept, and the peak is not "
+            "planner.apply: the planned forward was replaced by the model's own (accelerate's unwrap_model with "
+            "keep_fp32_wrapper=False does that): the plan is taken off, everything is kept, and the peak is not "
             "promised. Unwrap with keep_fp32_wrapper=True, or apply the plan after it",
         )
         return True
@@ -488,7 +486,7 @@ class PlanSession:
             try:
                 now.in_stage = True
                 if in_checkpoint():
-                    what = "torch.utils.checkpoint around it runs it again; the plan does not act in it"
+                    what = "torch.utils.checkpoint around it recomputes it; the plan does not act in it"
                     self._warn.of_stage(name, what)
                     return forward(*args, **kwargs)
                 if place.unseen:
@@ -520,7 +518,7 @@ def engine_on(device: torch.device, link: Link | None, host_bytes: int) -> CopyE
     if device.type == "cpu" and link is not None:
         return SimulatedCopyEngine(link, host_bytes)
     warn_caller(
-        f"apply: expected a device that copies beside its computation, got {device}; nothing is sent to host memory, "
+        f"apply: {device} cannot copy beside its computation; nothing is sent to host memory, "
         "and the peak is not promised. Solve without offloading",
     )
     return None

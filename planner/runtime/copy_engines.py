@@ -126,7 +126,7 @@ class HostPool:
 
 
 def parts_of(blocks: HostBlocks, size_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Where the bytes of a row of ``size_bytes`` lie: for each block its part of the buffer, and that of the row."""
+    """Locates the bytes of a row of ``size_bytes``: for each block its part of the buffer, and that of the row."""
     offset = 0
     for begin, end in blocks:
         length = min(end - begin, size_bytes - offset)

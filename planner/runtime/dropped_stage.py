@@ -206,7 +206,7 @@ class DroppedStage(DroppedCall):
         return bool(self.held_boundaries)
 
     def recompute(self) -> None:
-        """Make what this stage saved again, and whatever the plan makes along with it."""
+        """Recompute the tensors that this stage saved, and those that the plan recomputes along with it."""
         warn_of_a_retained_graph(self._step.warn)
         self._step.batch.backward_begun = True
         self._step.before_backward(self)
@@ -228,7 +228,7 @@ class DroppedStage(DroppedCall):
         inputs = self.input.tensors_as_before(linked)
         if inputs is None:
             raise RerunError(
-                "expected its input to be as it was in forward, got one that was changed in place since; change a "
+                "its input was changed in place since forward, so that it cannot be recomputed; change a "
                 f'copy, or keep this stage: a rule with modules = {self.stage.name!r} and action = "keep"'
             )
         if isinstance(self.previous, DroppedStage) and self.previous.returns_others and not self.input.is_whole:
@@ -270,7 +270,7 @@ class DroppedStage(DroppedCall):
         return kept
 
     def _note_undefined(self, second: Mapping[int, Values], args: Any, kwargs: Any) -> None:
-        """Run once more to see whether other values of saved tensors are no more than memory that nothing filled.
+        """Recompute once more to see whether other values of saved tensors are only memory that nothing filled.
 
         Raises:
             RerunError: they are not.
@@ -298,7 +298,7 @@ class DroppedStage(DroppedCall):
 
     def _not_the_same(self, difference: str) -> RerunError:
         return RerunError(
-            f"expected its second run to save what the first one saved, got {difference}; it depends on something that "
+            f"its recomputation saved other tensors than its forward, {difference}; it depends on something that "
             "changed in between and is not kept by its modules (a global, weights written through .data, a generator "
             f"outside of torch). Change that after backward, or keep this stage: a rule with modules = "
             f'{self.stage.name!r} and action = "keep"'
@@ -308,8 +308,8 @@ class DroppedStage(DroppedCall):
         first = self._set_parameters[0]
         name = next((name for name, parameter in self._module.named_parameters() if parameter is first), "")
         return RerunError(
-            f"expected parameters to be as they were before it, got a stage that sets {name!r}, a parameter of shape "
-            f"{tuple(first.shape)}, in its forward; run one forward before planner.profile and apply, or keep this "
+            f"its forward sets the parameter {name!r} of shape {tuple(first.shape)}, so that it "
+            "cannot be recomputed; run one forward before planner.profile and apply, or keep this "
             f'stage: a rule with modules = {self.stage.name!r} and action = "keep"'
         )
 
@@ -425,7 +425,7 @@ class _Returned:
         self._version = version_of(tensor)
 
     def storage_for(self, tensor: Tensor) -> torch.UntypedStorage | None:
-        """The storage, if a tensor that was made again may lie in it."""
+        """The storage, if a recomputed tensor may lie in it."""
         storage = self._storage()
         if storage is None or version_of(self._counter) != self._version or not _is_plain(tensor):
             return None

@@ -39,7 +39,7 @@ def check_compiler(device: torch.device) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
             raise ValueError(
-                f"backend: expected a C++ compiler for 'inductor' on the CPU, got none ({error}); install one, or "
+                f"backend: 'inductor' on the CPU needs a C++ compiler, and none was found ({error}); install one, or "
                 "apply the plan with backend='eager'"
             ) from error
 

@@ -1,4 +1,4 @@
-"""Watches the first steps of a planned loop for what the plan does not count on, and says once what holds it.
+"""Watches the first steps of a planned loop for memory that the plan does not count on, and warns once of its owner.
 
 It also takes the peak of whole steps, from the first forward after an update to the next such forward.
 """
@@ -45,8 +45,8 @@ class LoopPeak:
         device: the device on which it computes.
 
     Attributes:
-        is_over: all that was to be taken was taken, or another profiler took this one's place.
-        is_lost: another profiler did.
+        is_over: no more peaks are taken: all were, or another profiler took the place of this one.
+        is_lost: another profiler took the place of this one.
     """
 
     def __init__(self, plan: Plan, model: nn.Module, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class LoopPeak:
         """Most bytes at once in the step before, where this forward begins another and that one was metered.
 
         Args:
-            resident_bytes: all that is there now.
+            resident_bytes: bytes that are alive now.
         """
         if not self._begins_step() or self.is_over:
             return None
@@ -99,7 +99,7 @@ class LoopPeak:
         return begins
 
     def pause(self) -> None:
-        """Leave out the steps from now on, which are none of the loop, and begin anew with the next one that is."""
+        """Leave out the steps from now on, which are not of the loop, until the next one that is."""
         self._peak.stop()
         self._version, self._begins = None, 0
 
@@ -195,21 +195,21 @@ class _CpuPeak:
 
 
 def _is_ours() -> bool:
-    """Whether the profiler that runs was begun by a meter: torch's own say so where they begin."""
+    """Whether the running profiler was begun by a meter: those of torch set a flag as they begin."""
     return torch.autograd._profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled
 
 
 _LOST = (
-    "planner.apply: expected the profiler to run for two steps (watch=True), got another one that was begun meanwhile: "
-    "the peak of this loop is not taken; begin yours after the fourth step, or leave watch=True out"
+    "planner.apply: another profiler was begun while watch=True measured the loop over two steps, so its peak is not "
+    "measured; begin the other one after the fourth step, or leave watch=True out"
 )
 WATCHED = 4  # forwards whose outputs are looked after, and more as long as a peak is still to be taken
 
 
 class LoopWatch:
-    """Finds what a loop holds beside what its plan counts on, as forwards begin.
+    """Finds memory that a loop holds in addition to what its plan counts on, as forwards begin.
 
-    That gradients or outputs are there costs nothing to see.
+    Looking for gradients and outputs costs nothing.
 
     Args:
         plan: the applied plan.
@@ -219,7 +219,7 @@ class LoopWatch:
         metered: also take the peak of a whole step.
 
     Attributes:
-        peak_bytes: the most of those that were taken; None before.
+        peak_bytes: the highest measured peak; None before the first.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class LoopWatch:
         self._peak = LoopPeak(plan, model, device) if metered else None
 
     def forward_begins(self) -> None:
-        """Look at what is there."""
+        """Look for gradients and outputs that are alive, and take the peak of the step before."""
         self._forwards += 1
         more_bytes = self._look_for_gradients()
         if self._looks_after_outputs and self._forwards > 1:
@@ -250,7 +250,7 @@ class LoopWatch:
 
     @contextlib.contextmanager
     def outside_loop(self) -> Iterator[None]:
-        """Inside, no peak is taken of steps: they are metered by themselves, and are none of the loop."""
+        """Inside, no peak of steps is taken: they are metered by themselves, and are not of the loop."""
         peak = self._peak
         try:
             self._peak = None
@@ -272,10 +272,10 @@ class LoopWatch:
 
     @contextlib.contextmanager
     def forward(self, forward: Forward) -> Iterator[None]:
-        """Around a forward; of the one after an output was found still held it sees which module makes what.
+        """Wraps a forward; after an output was found still held, records which module makes each output.
 
         Args:
-            forward: that runs; in compiled code nothing is seen, since a hook would make it another.
+            forward: the forward that runs; compiled code is left alone, since a hook would recompile it.
         """
         model = self._model()
         seeing, self._names = self._names == "wanted", "seen" if self._names == "wanted" else self._names
@@ -311,32 +311,33 @@ class LoopWatch:
         self._makers.clear()
 
     def _look_for_gradients(self) -> int:
-        """By how many bytes gradients are more than those that the plan counts on."""
+        """Bytes of gradients in addition to those that the plan counts on."""
         parameters = [p for owned in self._owned for p in owned.values() if p is not None]
         there_bytes = distinct_bytes(p.grad for p in parameters if p.is_leaf and p.grad is not None)
         more_bytes = there_bytes - self._expected_gradient_bytes()
         if more_bytes > 0:
             self._warn.say(
-                f"planner.apply: expected gradients of {format_bytes(there_bytes - more_bytes)} as a forward begins, "
-                f"got {format_bytes(there_bytes)}: the peak may be {format_bytes(more_bytes)} higher. Clear them "
-                "before forward (zero_grad), or profile the loop as it is: Workload(step=...), or accumulate=True",
+                f"planner.apply: gradients of {format_bytes(there_bytes)} are alive as a forward begins, and the plan "
+                f"counts on {format_bytes(there_bytes - more_bytes)}: the peak may be {format_bytes(more_bytes)} "
+                "higher. Clear them before forward (zero_grad), or profile the loop as it is: Workload(step=...), or "
+                "accumulate=True",
                 about="gradients",
             )
         return more_bytes
 
     def _expected_gradient_bytes(self) -> int:
-        """Those that the chain counts as always there: fewer than as the step begins, where it clears them first."""
+        """Bytes of the gradients that the chain counts as resident; fewer where the step first clears some."""
         plan = self._plan
         resident_bytes = 0 if plan.resident is None else plan.resident.gradients
         beside_bytes = 0 if plan.chain is None else plan.chain.resident_bytes - plan.resident_bytes
         return max(0, resident_bytes + beside_bytes)
 
     def _look_for_outputs(self, spare_bytes: int) -> int:
-        """By how many bytes outputs that are still held are more than those that the plan counts on between two steps.
+        """Bytes of held outputs in addition to those that the plan counts on between two steps.
 
         Args:
-            spare_bytes: by which gradients are fewer than what the plan counts on beside that: within a step of
-                several forwards, where the measured one began, there may be outputs of those before.
+            spare_bytes: bytes of gradients that the plan counts on and that are not there: within a step of several
+                forwards, outputs of the earlier ones may take their place.
         """
         if self._plan.in_flight:
             return 0  # Those of the micro-batches in flight are counted with what each of them keeps.
@@ -368,8 +369,8 @@ class LoopWatch:
         """Take the peak of the step before, where a forward begins another one.
 
         Args:
-            peak: takes it.
-            more_bytes: by which there is more now than the plan counts on.
+            peak: takes the peak.
+            more_bytes: bytes alive now in addition to those that the plan counts on.
         """
         resident_bytes = self._plan.resident_bytes if self._plan.chain is None else self._plan.chain.resident_bytes
         peak_bytes = peak.forward_begins(resident_bytes + more_bytes)
@@ -380,7 +381,7 @@ class LoopWatch:
         over_bytes = 0 if peak_bytes is None else peak_bytes - self._plan.budget_bytes
         if over_bytes > 0:
             beside_bytes = over_bytes - max(0, more_bytes)
-            what = f", {format_bytes(beside_bytes)} of it by what this watch cannot name" if beside_bytes > 0 else ""
+            what = f", {format_bytes(beside_bytes)} of it from an unknown owner" if beside_bytes > 0 else ""
             self._warn.say(
                 f"planner.apply: a step of your loop takes {format_bytes(self._plan.budget_bytes + over_bytes)}, "
                 f"{format_bytes(over_bytes)} above the budget{what}. Profile the loop as it is: Workload(step=...)",

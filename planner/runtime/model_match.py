@@ -32,10 +32,10 @@ def given_model(model: Any) -> nn.Module:
         ValueError: it is of another kind, or has lazy modules that have not run.
     """
     if isinstance(model, Workload):
-        raise ValueError("apply: expected a torch.nn.Module, got a Workload; pass workload.model")
+        raise ValueError("apply: the model is a Workload, not a torch.nn.Module; pass workload.model")
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"apply: expected a torch.nn.Module, got {type_in_words(model)}; "
+            f"apply: the model is {type_in_words(model)}, not a torch.nn.Module; "
             "call planner.apply(model, plan), the model first"
         )
     check_initialised(model, "apply")
@@ -62,13 +62,13 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise PlanMismatch(
-            f"apply: expected the {plan.model_class} that was profiled, got a {type(model).__name__} that differs: "
+            f"apply: this {type(model).__name__} differs from the {plan.model_class} that was profiled: "
             f"{'; '.join(differences[:3])}{more}; profile and solve for this model"
         )
 
 
 def check_types(model: nn.Module, plan: Plan) -> None:
-    """Refuse parameters of other types: the part of the precision that shows before the model runs.
+    """Refuse parameters of other types, the part of the precision that shows before the model runs.
 
     Raises:
         PlanMismatch: they are others.
@@ -76,7 +76,7 @@ def check_types(model: nn.Module, plan: Plan) -> None:
     expected, got = types_part(plan.precision), precision_of(model, None)
     if got != expected:
         raise PlanMismatch(
-            f"a plan for {plan.precision}: expected parameters in {expected}, got {got}; "
+            f"the parameters are in {got}, and the plan for {plan.precision} needs {expected}; "
             "use them as they were profiled, or profile and solve for these"
         )
 
@@ -90,7 +90,7 @@ def check_precision(model: nn.Module, precision: str, autocast: torch.dtype | No
     expected, got = precision.removesuffix(COMPILED), precision_of(model, autocast)
     if got != expected:
         raise PlanMismatch(
-            f"a plan for {expected}: expected a step in the same precision, got {got}; "
+            f"the step runs in {got}, and the plan is for {expected}; "
             "run it as it was profiled, or profile and solve in this precision"
         )
 

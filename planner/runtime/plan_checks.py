@@ -49,8 +49,8 @@ def check_inputs(workload: Workload, plan: Plan) -> None:
     not_yet_run = workload.custom_step is not None and not shapes  # A custom step knows its shapes once it has run.
     if shapes != plan.input_shapes and not not_yet_run:
         raise ValueError(
-            f"a plan for a batch of shapes {list(plan.input_shapes)}: expected the same batch, got {list(shapes)}; "
-            "give the --set values of the profile, or profile and solve again"
+            f"the batch has other shapes than the plan's: {list(shapes)}, the plan has {list(plan.input_shapes)}; give "
+            "the --set values of the profile, or profile and solve for this batch"
         )
 
 
@@ -59,7 +59,7 @@ def check_device(workload: Workload, plan: Plan) -> None:
     planned = torch.device(plan.device).type
     if workload.device.type != planned:
         raise ValueError(
-            f"a plan for {planned}: expected a model on {planned}, got one on {workload.device.type}; "
+            f"the plan is for {planned}, and the model is on {workload.device.type}; "
             f"use --device {planned}, or profile and solve on {workload.device.type}"
         )
 
@@ -67,7 +67,7 @@ def check_device(workload: Workload, plan: Plan) -> None:
 def transformed(warn: PlanWarnings) -> bool:
     """Whether a transform of ``torch.func`` or forward-mode differentiation is under way; says once what that means.
 
-    Its tensors stand for others, for a batch of them or with tangents: what is saved of them cannot be made again.
+    Its tensors stand for others, for a batch of them or with tangents: what is saved of them cannot be recomputed.
     """
     if not under_transform():
         return False
@@ -82,8 +82,8 @@ def warn_of_compiled_autograd(warn: PlanWarnings) -> None:
     """Say once that backward is compiled."""
     if under_compiled_autograd():
         warn.say(
-            "planner.apply: compiled autograd is on (torch._dynamo.config.compiled_autograd): it makes everything that "
-            "was dropped at once; the peak is not promised. Turn it off"
+            "planner.apply: compiled autograd is on (torch._dynamo.config.compiled_autograd): it recomputes "
+            "all dropped stages at once; the peak is not promised. Turn it off"
         )
 
 
@@ -93,23 +93,22 @@ def warn_about_outer_hooks(warn: PlanWarnings) -> None:
     # Another model of the same loop is profiled: those that see all that its step saves are no user's.
     if hooks is not None and not getattr(hooks[0], "__module__", "").startswith("profiler."):
         warn.say(
-            "planner.apply: saved-tensor hooks around the model (such as save_on_cpu) get only the parameters of what "
-            "planned stages save; the plan keeps the rest or makes it again, as it was without them. The peak is not "
-            "promised"
+            "planner.apply: saved-tensor hooks around the model (such as save_on_cpu) see only the parameters that "
+            "planned stages save; the plan keeps or recomputes the rest as without the hooks. The peak is not promised"
         )
 
 
 def running_backward() -> bool:
-    """Whether a backward is under way in this thread, or a second run: what is called then begins no forward."""
+    """Whether a backward is under way in this thread, or a recomputation: a call then begins no forward."""
     return RERUN_DEPTH.get() > 0 or torch._C._current_graph_task_id() != -1
 
 
 def warn_of_a_larger_step(warn: PlanWarnings, nodes: int) -> None:
     """Say once that a forward did more than the profiled one: what it saves besides is in no plan."""
     warn.say(
-        f"planner.apply: expected the forward that was profiled, got one with {nodes} more differentiable ops (more "
-        "layers, a rate that was 0, a frozen part that is trained now, another branch); the peak is not promised. "
-        "Profile it as it is now"
+        f"planner.apply: the forward has {nodes} more differentiable ops than the profiled one (more layers, a rate "
+        "that was 0, a frozen part that is trained now, another branch); the peak is not promised. Profile it "
+        "as it is now"
     )
 
 
@@ -132,7 +131,7 @@ class BatchChecks:
         warn: gives the warnings.
 
     Attributes:
-        shapes: of the latest batch.
+        shapes: the shapes of the latest batch.
     """
 
     def __init__(self, plan: Plan, warn: PlanWarnings) -> None:
@@ -142,7 +141,7 @@ class BatchChecks:
         self._seen: list[tuple[StorageWeakRef, int]] | None = None
 
     def check(self, arguments: Any) -> bool:
-        """Look at a batch; whether it has other shapes than the profiled one."""
+        """Look at a batch; returns whether it has other shapes than the profiled one."""
         tensors = tensors_in(arguments)
         self._check_values(tensors)
         self.shapes = shapes = tuple(map(sizes_of, tensors))
@@ -151,9 +150,9 @@ class BatchChecks:
             return False
         if is_larger(sorted(shapes), sorted(self._profiled)):
             self._warn.say(
-                f"planner.apply: expected a batch of shapes {list(self._profiled)}, as profiled, got a larger one, "
-                f"{list(shapes)}: it needs more memory than the plan promises. Profile the largest batch, or use "
-                "auto_checkpoint(..., dynamic=True)"
+                f"planner.apply: a batch of shapes {list(shapes)} is larger than the profiled one of "
+                f"{list(self._profiled)} and needs more memory than the plan promises. Profile the largest batch, or "
+                "use auto_checkpoint(..., dynamic=True)"
             )
         else:
             self._warn.say(
@@ -248,9 +247,9 @@ def _is_zero(value: object) -> bool:
 
 
 class CheckTurns:
-    """Decides in which forwards a dropped stage compares what its second run saves with what its first run saved.
+    """Decides in which forwards a dropped stage compares the tensors saved in its recomputation and in its forward.
 
-    Every stage is checked in the first forwards, and again after the circumstances change. After that, each forward
+    Every stage is checked in the first forwards, and after the circumstances change. After that, each forward
     checks one stage, in turn: reading values of every saved tensor takes a tenth of a step of tiny ops. A fault that
     persists is found after at most one forward per dropped stage. The number of saved tensors is always compared.
 
@@ -291,7 +290,7 @@ class Deviations:
 
     Attributes:
         undefined: by stage, numbers of saved tensors some of whose values are undefined memory.
-        dropped_stages: those that ran a first time since, each of which may be what sets its parameters.
+        dropped_stages: the stages that ran a first time since; each may be the one that sets its parameters.
         other_batch: the forward under way has a batch of other shapes, which has been said.
         other_inputs: a stage's input was said to have other shapes.
         turns: which dropped stages are checked in the forward under way.

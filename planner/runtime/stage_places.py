@@ -1,4 +1,4 @@
-"""Which module a plan's names mean, compiled or not, and which stage of the plan each call of a module is."""
+"""Finds the module of a name in a plan, compiled or not, and the stage of the plan that a call of a module is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ leave_uncompiled(__name__)
 
 
 def module_named(model: nn.Module, name: str) -> nn.Module:
-    """The module that a stage's name means, whatever of the model ``torch.compile`` has wrapped, then or now.
+    """Returns the module of a stage's name, whether ``torch.compile`` has wrapped parts of the model or not.
 
     Raises:
         AttributeError: there is none.
@@ -93,7 +93,7 @@ class StagePlaces:
         """The place of the next call of a module; None of what is no stage.
 
         Args:
-            name: the module's.
+            name: the name of the module.
             inside: whether it is called inside a stage.
         """
         count = self._counts.get(name, 0)

@@ -28,8 +28,8 @@ from profiler.workload.tensor_trees import tensors_in
 leave_uncompiled(__name__)
 
 _COMPILED = (
-    "apply: expected a plan from the profile of the compiled model, got one from the uncompiled one; gradients are the "
-    "same, the peak is not promised. Compile before planner.profile"
+    "apply: the model is compiled, and the plan comes from the profile of the uncompiled one; gradients are the same, "
+    "the peak is not promised. Compile before planner.profile"
 )
 _OTHER_LAYOUT = "gradients of what it returns lie otherwise than when profiled, and may be off in their last bits"
 _MOST_FAILURES = 3  # to capture a stage: one may be called once with all of it frozen
@@ -174,5 +174,5 @@ class StagePrograms:
                 return known.call
         call = captured(model, module, forward, args, kwargs, gradients).call
         if what := first_difference(menu.graph, step_graph_of(call.graph), sizes_differ=True):
-            raise CaptureError(f"expected the ops that were profiled, got others: {what}")
+            raise CaptureError(f"its ops differ from the profiled ones: {what}")
         return call

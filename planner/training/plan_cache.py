@@ -28,7 +28,7 @@ _UNLIKE_PROFILED = ("safe", "covered", "extrapolated")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Entry:
-    """What is known of one signature.
+    """The plan of one signature and its basis.
 
     Attributes:
         plan: the one to run it with now.
@@ -149,7 +149,7 @@ class PlanCache:
             return list(self._entries.values())
 
     def notes(self) -> list[str]:
-        """What has come up since the last call and a person should know, each thing once."""
+        """The notes for a person since the last call, each once."""
         if not self._notes:
             return []
         with self._lock:
@@ -192,7 +192,7 @@ class PlanCache:
                 return
             self._note(
                 "unknown",
-                f"a call of {entry.signature}: expected sizes within those profiled, got others; it runs with the "
+                f"a call of {entry.signature} is beyond the profiled sizes; it runs with the "
                 "plan that needs least memory, and the budget is not promised. Give such a batch in sizes=, or call "
                 "planner.handle_of(model).profile_now(batch)",
             )
@@ -227,9 +227,9 @@ class PlanCache:
             least = refusal.minimum_budget_bytes
             self._note(
                 f"{profile.input_shapes}",
-                f"inputs of {list(map(list, profile.input_shapes))}: expected a budget of at least {least} bytes "
-                f"({format_bytes(least)}), got {self.budget_bytes}; they run with the plan that needs least memory. "
-                "Raise the budget, or make such batches smaller",
+                f"inputs of {list(map(list, profile.input_shapes))} need a budget of at least {least} bytes "
+                f"({format_bytes(least)}), and it is {self.budget_bytes}; they run with the plan that needs least "
+                "memory. Raise the budget, or make such batches smaller",
             )
             return _leanest(profile), refusal
 

@@ -37,11 +37,11 @@ _AGAIN = 0  # What a stage runs that is run again whole; its options are numbere
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What an option was foretold to add to a stage, and what it was seen to add.
+    """The bytes and seconds that an option was predicted to add to a stage, and those that it was measured to add.
 
     Attributes:
-        option: its name; empty for running the stage again whole.
-        stages: that it was seen in; they do the same.
+        option: its name; empty for recomputing the whole stage.
+        stages: the stages in which it was seen; they do the same.
         predicted_seconds, measured_seconds: of one of them, beside those of keeping everything, at the plan's pace.
     """
 
@@ -56,7 +56,7 @@ class VerifiedRound:
     """One plan checked against its own run. Seconds are of a whole step.
 
     Attributes:
-        plan: that was run.
+        plan: the plan that was run.
         unplanned_seconds, planned_seconds: measured, in turns.
         corrected_seconds: what the plan foretells of itself after the corrections.
         corrections: of options that were off by more than a tenth.
@@ -175,8 +175,8 @@ def _check(workload: Workload, plan: Plan) -> None:
     if not can_verify(workload, plan):
         got = "made by hand" if plan.stated else "of a step that does not fit" if plan.frugal else ""
         raise ValueError(
-            f"verify: expected a plan that was solved for a step that fits, of a model that is not compiled, got "
-            f"{f'one {got}' if got else 'a compiled model'}; planner.measure takes its seconds and peak as it is"
+            f"verify: {f'a plan {got}' if got else 'the plan of a compiled model'} cannot be verified; "
+            "planner.measure takes its seconds and peak as it is"
         )
 
 
@@ -219,7 +219,7 @@ class _Seen:
 
     @property
     def typical(self) -> _Seconds:
-        """Of the measured ones."""
+        """The median of the measured pairs."""
         return sorted(self.measured, key=sum)[len(self.measured) // 2]
 
     @property

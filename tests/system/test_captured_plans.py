@@ -160,7 +160,7 @@ def test_two_forwards_that_share_casts_are_refused_before_the_second_and_others_
 
     expected = gradients(together=False)
     with planner.apply(work.model, plan):
-        with pytest.raises(planner.errors.PlanMismatch, match="one call of the model for each backward"):
+        with pytest.raises(planner.errors.PlanMismatch, match="one call for each backward"):
             gradients(together=True)
         assert_same(gradients(together=False), expected)
 

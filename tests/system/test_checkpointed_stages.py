@@ -132,7 +132,7 @@ def test_that_the_plan_does_not_act_there_is_said_once() -> None:
         state_after(ours)
     said = [str(warning.message) for warning in caught if "blocks.1" in str(warning.message)]
     assert len(said) == 1
-    assert "torch.utils.checkpoint around it runs it again; the plan does not act in it" in said[0]
+    assert "torch.utils.checkpoint around it recomputes it; the plan does not act in it" in said[0]
 
 
 def test_checkpointing_of_transformers_that_is_switched_on_after_apply(around: dict[str, Any]) -> None:

@@ -32,9 +32,7 @@ def as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.set_rng_state(random)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore:planner. use_cache", "ignore:apply. expected the same bytes"
-)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:planner. use_cache", "ignore:apply. the memory of this")
 @pytest.mark.usefixtures("as_a_script")
 @pytest.mark.parametrize("name", by_day(NAMES, ["value_in_branch", "three_lengths"]))
 def test_an_example_trains_within_its_budget(name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,7 +239,7 @@ def test_parameters_converted_after_apply_are_refused_by_the_next_step(plans: An
         assert isinstance(work.inputs, Tensor)
         work.inputs = work.inputs.to(next(work.model.parameters()).dtype)
         with pytest.raises(
-            planner.errors.PlanMismatch, match="a plan for float32: expected .*, got .*; run it as it was"
+            planner.errors.PlanMismatch, match="the step runs in .*, and the plan is for float32; run it as it was"
         ):
             work.step()
         work.model.float()

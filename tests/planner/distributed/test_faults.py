@@ -140,7 +140,7 @@ def test_no_fault_of_one_rank_hangs_the_others_or_goes_unsaid():
         "models": "RankError: profile: expected the same model on every rank, got",
         "batches": "expected the same shapes of the batch on every rank, got 0 float32[64, 16] on rank 1",
         "other plans": "RankError: apply: expected the same plan on every rank",
-        "two plans": "apply: expected a model without a plan, got one that has one",
+        "two plans": "apply: the model has a plan already",
         "killed while profiling": "profile: expected every rank to take part, got no answer from rank 3",
         "killed while solving": "expected every rank to take part, got no answer from rank 2",
         "out of memory": "measure: expected it to succeed on every rank, got an error on rank 1: ",

@@ -46,8 +46,8 @@ def test_apply_says_what_to_pass_instead(
         (work.model, work, r"a Workload is neither .*; profile and solve first"),
         (work.model, handle, "a Handle is neither .*; pass its plan attribute"),
         (work.model, None, "None is neither .*; pass what planner.solve returned"),
-        (plan, work.model, "got a Plan; call planner.apply.model, plan., the model first"),
-        (work, plan, "got a Workload; pass workload.model"),
+        (plan, work.model, "a Plan, not a torch.nn.Module; call planner.apply.model, plan., the model first"),
+        (work, plan, "a Workload, not a torch.nn.Module; pass workload.model"),
         (nn.Sequential(nn.LazyLinear(4)), plan, r"that have not run \(0.weight, 0.bias\); run one forward"),
     ]
     for model, given, words in wrong:

@@ -102,7 +102,7 @@ def test_no_plan_for_a_size_warns_with_the_smallest_budget_or_raises():
         model, handle = planned(sizes=(64, 128, 256), strict=strict)
         step(model, 4000)
         handle.wait()
-        with pytest.warns(RuntimeWarning, match=r"expected a budget of at least \d+ bytes"):
+        with pytest.warns(RuntimeWarning, match=r"need a budget of at least \d+ bytes"):
             if strict:
                 with pytest.raises(planner.Infeasible):
                     step(model, 4000)
