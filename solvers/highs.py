@@ -20,7 +20,7 @@ INFINITE = highspy.kHighsInf
 
 
 class ProgramAnswer(NamedTuple):
-    """What HiGHS says of a program.
+    """The answer of HiGHS to a program.
 
     Attributes:
         status: ``optimal`` (within the gap asked for), ``infeasible`` or ``stopped`` (the time limit).

@@ -29,7 +29,7 @@ _FEASIBLE = 2  # HiGHS: kSolutionStatusFeasible
 
 
 class PulpAnswer(NamedTuple):
-    """What HiGHS found; the values are in the program's variables.
+    """The result of HiGHS; the values are in the program's variables.
 
     Attributes:
         found: whether it knows a solution.

@@ -70,7 +70,7 @@ class FailedElsewhere(Unanswered):
 
 
 class Failure(NamedTuple):
-    """How one rank failed.
+    """The failure of one rank.
 
     Attributes:
         kind: the class of the error.
@@ -186,7 +186,7 @@ class Ranks:
     # Messages ------------------------------------------------------------------
 
     def gathered(self, value: Value) -> list[Value]:
-        """What each rank has given, in their order; to be called on all of them, inside ``together``."""
+        """Returns the values of all ranks, in their order; call it on all of them, inside ``together``."""
         call = self._calls[-1]
         call.messages += 1
         keys = [call.key(f"{call.messages}/{rank}") for rank in range(self.size)]
@@ -198,7 +198,7 @@ class Ranks:
         return values
 
     def from_first(self, value: Value) -> Value:
-        """What the first rank has given; the others' values are not looked at."""
+        """Returns the value of the first rank; those of the others are ignored."""
         call = self._calls[-1]
         call.messages += 1
         key = call.key(f"{call.messages}/0")
@@ -210,7 +210,7 @@ class Ranks:
         return pickle.loads(self._store.get(key))
 
     def made_by_rank0(self, make: Callable[[], Value]) -> Value:
-        """What ``make`` returns on the first rank, for all; a ValueError that it raises there is raised on all."""
+        """Returns the result of ``make`` on the first rank to all; a ValueError from it is raised on all."""
         made: Value | None = None
         refusal: ValueError | None = None
         if self.rank == 0:
@@ -298,7 +298,7 @@ class Ranks:
         self._forget(call)
 
     def _failed(self, call: _Call, error: Exception) -> Exception:
-        """What to raise for an error on this rank, once all have said how they ended."""
+        """The error to raise on this rank, once all have said how they ended."""
         seconds, began = GRACE_SECONDS + (0 if is_unanswered(error) else self.timeout_seconds), time.monotonic()
         try:
             self._publish(call, error)
@@ -361,7 +361,7 @@ class Ranks:
 
 
 def _naps() -> Iterator[float]:
-    """How long to sleep between looks: messages come at once, or a solver has to end first."""
+    """Seconds to sleep between looks: messages come at once, or a solver has to end first."""
     seconds = 0.0005
     while True:
         yield seconds

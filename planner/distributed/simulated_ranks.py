@@ -56,7 +56,7 @@ def simulated_group(world_size: int) -> Iterator[None]:
 
 
 class Traffic:
-    """What one rank sends, counted as its collectives run: in rings, as gloo and NCCL do with large tensors.
+    """The bytes that one rank sends, counted as its collectives run: in rings, as gloo and NCCL do with large tensors.
 
     Attributes:
         sent_bytes: of parameters that are gathered, and of gradients that are summed.

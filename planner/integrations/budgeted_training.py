@@ -45,7 +45,7 @@ class BudgetSettings(TypedDict, total=False):
 
 
 class _Planned(NamedTuple):
-    """What is known of one state of the model: the batch that was profiled, its profile, and the plan."""
+    """One state of the model: the batch that was profiled, its profile, and the plan."""
 
     signature: Signature
     profile: Profile
@@ -141,7 +141,7 @@ class BudgetedTraining:
         self._signatures.now = self._signatures.of_batch(batch)
 
     def facts(self) -> dict[str, float]:
-        """What the plan that was made last claims, by names with units; empty where there is none."""
+        """The claims of the latest plan, by names with units; empty where there is none."""
         plan = self.plan
         if plan is None:
             return {}

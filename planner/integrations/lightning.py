@@ -133,13 +133,12 @@ def _named(owner: nn.Module, name: str) -> nn.Module:
     except AttributeError as error:
         names = ", ".join(repr(child) for child, _ in owner.named_children())
         raise ValueError(
-            f"MemoryBudgetCallback: expected network to be a module of the {type(owner).__name__}, got {name!r}; it "
-            f"has {names}"
+            f"MemoryBudgetCallback: network={name!r} is no module of the {type(owner).__name__}; give one of {names}"
         ) from error
 
 
 def _as_inputs(batch: Any) -> Any:
-    """What a workload takes as a batch: Lightning's may be of any kind."""
+    """The batch as inputs of a workload: Lightning's may be of any kind."""
     return tuple(batch) if isinstance(batch, (tuple, list)) else batch if isinstance(batch, dict) else (batch,)
 
 
@@ -148,18 +147,18 @@ def _check(trainer: Trainer, owner: LightningModule) -> None:
     strategy = trainer.strategy
     if not isinstance(strategy, _STRATEGIES):
         raise ValueError(
-            f"MemoryBudgetCallback: expected a single device, DDPStrategy or ModelParallelStrategy, got "
-            f"{type(strategy).__name__}; use ModelParallelStrategy with fully_shard to split parameters"
+            f"MemoryBudgetCallback: {type(strategy).__name__} is not supported, only a single device, DDPStrategy and "
+            f"ModelParallelStrategy; use ModelParallelStrategy with fully_shard to split parameters"
         )
     if getattr(owner, "_compiler_ctx", None) is not None:
         raise ValueError(
-            f"MemoryBudgetCallback: expected a {type(owner).__name__} that is not compiled, got torch.compile of it; "
+            f"MemoryBudgetCallback: the {type(owner).__name__} is compiled as a whole and cannot be planned; "
             "compile the network in it instead: self.net.compile()"
         )
     if is_param_in_hook_signature(owner.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
-            "MemoryBudgetCallback: expected training_step to take a batch, got one that takes dataloader_iter, whose "
-            "batches nobody can put back; let it take the batch"
+            "MemoryBudgetCallback: training_step takes dataloader_iter, whose batches cannot be put back after "
+            "profiling; let it take the batch"
         )
 
 
@@ -202,7 +201,7 @@ class _LightningStep:
 
 @contextmanager
 def _unseen(trainer: Any) -> Iterator[None]:
-    """What a step writes to loggers and to Lightning's profiler goes nowhere, as while it looks for a batch size."""
+    """Discards a step's writes to loggers and to Lightning's profiler, as its search for a batch size does."""
     loggers, profiler = trainer.loggers, trainer.profiler
     trainer.loggers = [DummyLogger() for _ in loggers]
     trainer.profiler = PassThroughProfiler()
@@ -292,8 +291,8 @@ def _trained_network(owner: nn.Module, step: Callable[[], Any], optimizers: Any,
         return owner.get_submodule(next(iter(calls.names)))
     got = " and ".join(map(repr, calls.names)) or "none"
     raise ValueError(
-        f"MemoryBudgetCallback: expected a manual optimization that trains one network, got {got} in a "
-        f"{type(owner).__name__}; name the one to plan, which runs once for each backward: "
+        f"MemoryBudgetCallback: manual optimization in this {type(owner).__name__} trains {got}, and a plan is for one "
+        f"network; name the one to plan, which runs once for each backward: "
         f"MemoryBudgetCallback(..., network={next(iter(calls.names), 'NAME')!r})"
     )
 

@@ -58,7 +58,7 @@ class TrainerStep:
 
 
 def _batches_ahead(trainer: Any) -> int:
-    """How many more batches accelerate's loader holds, in host memory: they count where that is the device."""
+    """The number of further batches in accelerate's loader, in host memory: they count where that is the device."""
     if trainer.args.device.type != "cpu":
         return 0
     return 2 if isinstance(trainer.callback_handler.train_dataloader, DataLoaderDispatcher) else 1

@@ -161,7 +161,7 @@ def _is_shortage(error: ValueError) -> bool:
 
 @contextmanager
 def _attributes_kept(trainer: Trainer) -> Iterator[None]:
-    """What the trainer's attributes are bound to now, they are afterwards."""
+    """Binds the trainer's attributes afterwards to the values that they have now."""
     kept = dict(vars(trainer))
     try:
         yield

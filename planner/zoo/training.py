@@ -1,4 +1,4 @@
-"""What every built-in model shares: seeded building, checked settings, the device and the optimizer."""
+"""The parts that every built-in model shares: seeded building, checked settings, the device and the optimizer."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def transformers() -> Any:
         if error.name != "transformers":  # it is there, and something that it needs is not
             raise
         raise ModuleNotFoundError(
-            "zoo: expected the package transformers, got none installed; run pip install transformers",
+            "zoo: this model needs the package transformers, which is not installed; run pip install transformers",
             name="transformers",
         ) from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to write in place of an unknown name."""
+    """A suggestion in place of an unknown name."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]}?" if near else "use one of them"
 
@@ -123,7 +123,7 @@ def checked_settings(name: str, builder: Callable[..., ZooModel], settings: Mapp
     merged = {**defaults, **settings}
     if merged["optimizer"] == "none" and merged["precision"] == "amp-fp16":
         raise ValueError(
-            f"zoo:{name}: expected an optimizer with precision=amp-fp16 (its gradients are scaled), got none; "
+            f"zoo:{name}: precision=amp-fp16 needs an optimizer (its gradients are scaled), and there is none; "
             "write optimizer=sgd or precision=amp-bf16"
         )
     if "heads" in merged and merged["hidden"] % merged["heads"]:
@@ -155,4 +155,4 @@ def check_available(where: str, value: Any) -> None:
     except (RuntimeError, TypeError) as error:
         raise Unknown(f"{where}: expected device to be cpu or cuda, got {value!r}; write device=cpu") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Unknown(f"{where}: expected a device that is here, got {value!r} without CUDA; write device=cpu")
+        raise Unknown(f"{where}: the device {value!r} is not there without CUDA; write device=cpu")

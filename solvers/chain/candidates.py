@@ -72,7 +72,7 @@ def all_baseline_schedules(chain: Chain) -> Iterator[ReplayedSchedule]:
 
 
 def quick_schedules(chain: Chain) -> Iterator[ReplayedSchedule]:
-    """Of the baselines that take a moment on whatever chain."""
+    """The schedules of the baselines that take a moment on any chain."""
     return (each for name in ("keep_all", "recompute_all", "chen_sqrt") for each in baseline_schedules(chain, name))
 
 
@@ -188,7 +188,7 @@ def schedules_with_copies(
 
 
 def schedules_for_slower_links(problem: Problem, least_seconds: float) -> list[ReplayedSchedule]:
-    """What ``pofo`` proposes for slower links, placed over the true one, if faster than ``least_seconds``.
+    """The schedules of ``pofo`` for slower links, placed over the true one, if faster than ``least_seconds``.
 
     The rates of these links depend on the chain alone, and a faster link has more of them below it: so an answer that
     counts these never gets slower with a faster link, as that of ``pofo`` itself might.
@@ -260,7 +260,7 @@ def frontier_with_copies(chain: Chain, solver: str, link: Link) -> list[Replayed
 
 @lru_cache(maxsize=4)
 def _placements(chain: Chain, host_bytes: int | None, solver: str) -> tuple[PlacementCandidate, ...]:
-    """What the method places, by rising seconds of computation; of equal schedules the first counts.
+    """The schedules that the method places, by rising seconds of computation; of equal schedules the first counts.
 
     Remembered: offload units leave in the same order for all budgets and rates.
     """

@@ -194,7 +194,7 @@ def _held_in_backward(cut: _Cut, number: int) -> tuple[list[Stage], list[Shared]
 
 
 def _inside(stages: Iterable[int], span: Segment) -> tuple[int, ...]:
-    """Those that a span contains, by their place in it."""
+    """The fixed stages that a span contains, by their place in it."""
     return tuple(sorted(k - span.start for k in stages if span.start <= k < span.end))
 
 

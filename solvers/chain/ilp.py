@@ -74,11 +74,11 @@ class PhaseVariables:
         self.steady = {(t, j): variable("steady", t, j) for t in range(0 if sweep else n) for j in range(t)}
 
     def kept_any(self, t: int, j: int) -> Variables:
-        """Of which one is 1 where stage j is kept as phase t starts, by option."""
+        """The variables by option, one of which is 1 where stage j is kept as phase t starts."""
         return [self.kept[t, j, o] for o in self.options[j]]
 
     def backwards(self, t: int, o: int) -> Variables:
-        """Of which one is 1 where stage t goes backward with option o."""
+        """The variables one of which is 1 where stage t goes backward with option o."""
         return _there(self.kept[t, t, o], self.keep.get((t, t, o)), self.recompute.get((t, o)))
 
     def forwards(self, t: int, k: int) -> Variables:
@@ -244,7 +244,7 @@ class MemoryRows:
     # What is held, as sums of bytes
 
     def _alive_in_sweep(self, t: int, k: int, boundary: bool = True) -> list[Terms]:
-        """What is alive as stage k runs in phase t, its input aside: earlier stages as they end, later as they are."""
+        """Bytes alive as stage k runs in phase t without its input: earlier stages as they end, later as they are."""
         parts = [self._kept[t - 1, j] for j in range(k)]
         parts += [self._kept[t, j] for j in range(k, t + 1)]
         parts += [self._boundary(t - 1, j) for j in range(k - 1)]
@@ -258,7 +258,7 @@ class MemoryRows:
         return [*parts, *(self._boundary(t, j, steady=True) for j in range(t) if j != k - 1)]
 
     def _run(self, t: int, k: int) -> Terms:
-        """What a run of stage k in phase t needs itself, its input included."""
+        """Bytes that a run of stage k in phase t needs itself, its input included."""
         stage, variables = self._stages[k], self._variables
         terms = times(variables.runs(t, k), self._input_bytes(k))
         if (t, k) in variables.run:
@@ -276,7 +276,7 @@ class MemoryRows:
         return list(zip(self._variables.kept_any(t, j), sizes, strict=True))
 
     def _freed_by_runs(self, t: int, j: int) -> Terms:
-        """What runs of stage j in phase t, at a time unknown, may give back."""
+        """Bytes that runs of stage j in phase t, at an unknown time, may give back."""
         stage, terms = self._stages[j], []
         for o, option in enumerate(stage.options):
             freed_bytes = min(0, option.kept_bytes - stage.residue_bytes)
@@ -368,7 +368,7 @@ class ChainModel:
         MemoryRows(self.program, problem, self._variables, sweep)
 
     def solve(self, time_limit_seconds: float) -> Candidate:
-        """What HiGHS finds: a schedule (loose rows may let it break the budget) and its bound, infinite without any."""
+        """The result of HiGHS: a schedule (loose rows may let it break the budget) and a bound, else infinity."""
         answer = self.program.solve(time_limit_seconds)
         first_runs = sum(stage.forward_seconds for stage in self._stages)  # not in the objective
         return Candidate(

@@ -39,7 +39,7 @@ _SLACK = 1e-12  # relative, of all that is summed: rounding must not make the bo
 
 
 class _Weights(NamedTuple):
-    """What counts, and how much: computation before the moment and after it, and a byte that is away."""
+    """The weights of computation before the moment and after it, and of an absent byte."""
 
     before: float = 1.0
     after: float = 1.0
@@ -92,7 +92,7 @@ def _weights(link: Link | None) -> list[_Weights]:
 
 
 def _sums(chain: Chain, weights: _Weights, prices: Floats) -> Floats:
-    """What ``_priced`` finds, with the weighted seconds of all other stages; those after t are over by then."""
+    """The result of ``_priced`` with the weighted seconds of all other stages; those after t are over by then."""
     least_seconds = (weights.before * _least_seconds(stage) for stage in reversed(chain.stages))
     later = list(accumulate(least_seconds, initial=0.0))[-2::-1]
     of_stage = [_least_seconds(stage, weights) for stage in chain.stages]

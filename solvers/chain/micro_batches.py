@@ -41,7 +41,7 @@ def kept_until_backward(chain: Chain, schedule: Schedule) -> int:
 
 
 def most_kept(chain: Chain) -> int:
-    """What one micro-batch holds between forward and backward where everything is kept."""
+    """Bytes that one micro-batch holds between forward and backward where everything is kept."""
     return max(kept_until_backward(chain, schedule) for schedule in _schedules(chain, "keep_all"))
 
 

@@ -246,12 +246,12 @@ class _OffloadSearch:
         return OffloadProposal(schedule_of(self._count, chosen), frozenset(offloaded))
 
     def _shares(self, step: ChoiceStep) -> list[tuple[int, ...]]:
-        """Which units of a choice may be offloaded together, the largest first."""
+        """The units of a choice that may be offloaded together, the largest first."""
         largest = sorted(range(len(step.offload_units)), key=lambda i: -step.offload_units[i])
         return [tuple(largest[:n]) for n in sorted({len(largest) * i // (_SHARES - 1) for i in range(_SHARES)})]
 
     def _moved(self, k: int, states: _OffloadStates, step: ChoiceStep, units: tuple[int, ...]) -> _OffloadStates:
-        """Where one choice leads from all states; those that never fit are left out."""
+        """The states that one choice leads to from all states; those that never fit are left out."""
         link, slots = self._link, len(units) * self._link.latency_seconds
         units_bytes = sum(step.offload_units[i] for i in units)
         waits_out = self._wait(states, step.forward_bytes, states.out_seconds, link.to_host_bytes_per_second)

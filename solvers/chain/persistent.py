@@ -189,7 +189,7 @@ def shortage(chain: Chain) -> Shortage:
 
 
 def shortage_of(chain: Chain, schedule: Schedule, link: Link | None = None) -> Shortage:
-    """What the peak of one schedule is and where it stands, the optimizer included."""
+    """The peak of one schedule and its place, the optimizer included."""
     result = replay(chain, schedule, link)
     highest = result.peak_moment
     if chain.optimizer_peak_bytes > highest.peak_bytes:
@@ -274,7 +274,7 @@ class _Needs:
         return min(choices, key=lambda pair: pair[0])
 
     def _candidates(self, start: int, end: int) -> list[tuple[int, PersistentChoice]]:
-        """What keeping the first stage needs, and running a single one again, with each option."""
+        """The needs of keeping the first stage, and of recomputing a single one, with each option."""
         sizes, choices = self.bytes, []
         rest = self._rest(start + 1, end)
         for option in range(len(sizes.stages[start].options)):

@@ -199,7 +199,7 @@ def _solution(entry: ReplayedSchedule, bound: float, spent_seconds: float) -> So
 def _without_schedule(
     problem: Problem, solver: str, proven: float, schedules: list[ReplayedSchedule], start: float
 ) -> Solution:
-    """What is missing: the smallest peak of the method's schedules; with shared tensors it may lie below the DP's.
+    """The refusal with the smallest peak of the method's schedules; with shared tensors it may lie below the DP's.
 
     Infeasible only where no schedule at all can fit: by the bound on all, or the one that the method ``proven``.
     """
@@ -243,7 +243,7 @@ def _where_time_is_over(
 
 
 class _Search:
-    """What is known of one problem; methods add schedules to it as they find them, and bounds.
+    """The best schedules and bounds for one problem; methods add both as they find them.
 
     Attributes:
         problem: the chain and its budget.

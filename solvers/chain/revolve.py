@@ -76,7 +76,7 @@ def _schedule(count: int, runs: list[Segment], slots: int) -> Schedule:
 
 
 def _split(n: int, s: int) -> int:
-    """How many of n > 1 stages to run before the next boundary is held, for the fewest runs with s slots."""
+    """The number of the n > 1 stages to run before the next boundary is held, for the fewest runs with s slots."""
     t = _repeats(n, s)
     return max(1, comb(s + t - 2, s) if t > 1 else 0, n - comb(s + t - 1, s - 1))
 

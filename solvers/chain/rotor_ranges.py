@@ -242,7 +242,7 @@ def _unbeaten(rows: list[_Row]) -> list[_Row]:
 
 
 class ChainArrays:
-    """What all tables of a chain share.
+    """The data that all tables of a chain share.
 
     Attributes:
         bytes, packing: of the chain, and of its costs.
@@ -318,7 +318,7 @@ class Ranges:
         return self._choice(start, int(answers.codes[row, slot])), int(answers.needs[row, slot])
 
     def answers_from(self, start: int) -> tuple[Indices, Integers, Integers]:
-        """Where the ranges from a stage stop, their costs and needs; without those that the finer cuts have."""
+        """The ends of the ranges from a stage, their costs and needs; without those that the finer cuts have."""
         row, least = self._row_of.get(start), len(self.finer.answers) if self.finer else 0
         reach = 0 if row is None else min(len(self.answers), int(self._lengths_possible[row]))
         stops = np.array(self.cuts[row + 1 : row + 1 + reach] if row is not None and reach > 0 else [], dtype=np.intp)
@@ -491,7 +491,7 @@ class Ranges:
         return np.where(above <= self.grid.levels[slots], above, self._all_needs[first + below] + shifts)
 
     def _copy_finer(self, answers: RangeCosts, finer: Ranges, length: int) -> None:
-        """Where cuts lie so close together that the range is known with cuts everywhere, take that answer."""
+        """Takes the answer with cuts everywhere for ranges whose cuts lie close enough together that it is known."""
         for row, start in enumerate(self._starts[: answers.costs.shape[0]].tolist()):
             stages = int(self._ends[row + length]) - start
             if stages < len(finer.answers):

@@ -81,7 +81,7 @@ class Placement:
         self.peaks = [replayed.peak_bytes]
 
     def absences_needed(self, budget_bytes: int) -> int | None:
-        """How many absences the budget needs; None where no number suffices."""
+        """The number of absences that the budget needs; None where no number suffices."""
         while self.peaks[-1] > budget_bytes:
             if not self._choose():
                 return None

@@ -98,7 +98,7 @@ def first_backward_node(indexed: IndexedGraph) -> int:
 
 
 def _forward_cuts(indexed: IndexedGraph, backward_start: int, largest_share: float) -> list[int]:
-    """Where the blocks start, and where the backward does."""
+    """The first nodes of the blocks, and of the backward."""
     cumulative = np.concatenate(([0], np.cumsum(indexed.output_bytes[:backward_start])))
     count, crossing = _crossing(indexed, backward_start)
     narrow = [p for p in range(1, backward_start) if count[p] <= 1]
@@ -126,7 +126,7 @@ def _crossing(indexed: IndexedGraph, backward_start: int) -> tuple[Integers, Int
 
 
 def _without_wide_cuts(cuts: list[int], cumulative: Integers, crossing: Integers, largest_share: float) -> list[int]:
-    """Where the most bytes cross there is no cut, as long as no block grows larger than its share."""
+    """Leaves out the cuts that most bytes cross, as long as no block grows larger than its share."""
     left = dict(zip(cuts[1:], cuts, strict=False))
     right = dict(pairwise(cuts))
     for cut in sorted(cuts[1:-1], key=lambda cut: (-crossing[cut], cut)):
@@ -375,7 +375,7 @@ def runs_to_make(indexed: IndexedGraph, block: Block, wanted: Iterable[int]) -> 
 
 
 def _available(indexed: IndexedGraph, block: Block) -> set[int]:
-    """What a repeated run finds alive: what other blocks made, and what lasts."""
+    """The nodes that a recomputation finds alive: those of other blocks, and those that last."""
     outside = {u for v in block.forward for u in indexed.inputs[v] if u not in block.forward}
     return outside | set(block.lasting)
 

@@ -96,7 +96,7 @@ class BlockChain:
         )
 
     def order(self, schedule: Schedule) -> list[int]:
-        """What runs in which order when the chain's schedule is carried out."""
+        """The order of runs in which the chain's schedule is carried out."""
         order: list[int] = []
         options: dict[int, BlockOption] = {}
         begun: set[int] = set()
@@ -136,11 +136,11 @@ class BlockChain:
         )
 
     def _forward_seconds(self, k: int) -> float:
-        """Of a first run; a repeated one may leave out what nobody needs again."""
+        """Seconds of a first run; a recomputation may leave out nodes that nothing needs then."""
         return float(self._indexed.seconds[list(self._blocks[k].forward)].sum())
 
     def _gradient_bytes(self, block: Block) -> int:
-        """What backward nodes have handed to this block's backward or beyond it, graph outputs apart."""
+        """Bytes that backward nodes hand to this block's backward or beyond it, without the graph's outputs."""
         indexed, start = self._indexed, block.backward.start
         backward_start = self._blocks[-1].backward.start
         earlier = [t for t in range(backward_start, start) if not indexed.is_output[t]]
@@ -161,7 +161,7 @@ class BlockChain:
         )
 
     def _unread_entry_bytes(self, k: int, option: BlockOption) -> int:
-        """Of the block's entry what nobody reads after its forward: it is freed there."""
+        """Bytes of the block's entry that nothing reads after its forward: they are freed there."""
         if k == 0:
             return 0
         block, indexed = self._blocks[k], self._indexed

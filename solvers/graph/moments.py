@@ -305,7 +305,7 @@ def first_moments(incumbent: Incumbent) -> list[int]:
 
 
 def _are_first_runs(order: list[int]) -> Mask:
-    """Which places of an order are first runs: the nodes come in their own order there."""
+    """The places of an order that are first runs: the nodes come in their own order there."""
     array = np.array(order)
     reached = np.array(list(accumulate(order, max)))
     return (array == reached) & (np.concatenate(([-1], reached[:-1])) < array)

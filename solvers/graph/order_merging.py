@@ -54,7 +54,7 @@ def template_of(
 
 
 def _gaps(indexed: IndexedGraph, order: Sequence[int]) -> list[list[int]]:
-    """What runs again before each first run, and after the last one."""
+    """The recomputations before each first run, and after the last one."""
     gaps: list[list[int]] = [[]]
     for v in order:
         if v == len(gaps) - 1 and len(gaps) <= indexed.count:

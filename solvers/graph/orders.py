@@ -131,7 +131,7 @@ def seconds_of(indexed: IndexedGraph, order: Sequence[int]) -> float:
 
 
 def runs_for(indexed: IndexedGraph, alive: set[int], node: int) -> list[int]:
-    """What has to run, in order, so that ``node`` is alive; it all is from then on."""
+    """The nodes to run, in order, so that ``node`` is alive; all of them are from then on."""
     check_deadline()
     runs: list[int] = []
     stack = [node]
@@ -225,7 +225,7 @@ REMEMBERED = 40  # orders that are kept for merging
 
 
 class Incumbent:
-    """What is known of one graph and budget; methods offer orders and bounds to it.
+    """The best order and bound for one graph and budget; methods offer both to it.
 
     Attributes:
         indexed, budget_bytes: the problem.

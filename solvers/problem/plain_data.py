@@ -47,7 +47,7 @@ def from_document(
 
 
 def _mismatch(error: msgspec.ValidationError, data: Any) -> str:
-    """What was expected, what came, where, and the remedy, in the words of our own messages.
+    """The expected value, the actual one, its place, and the remedy, in the words of our own messages.
 
     >>> data = {"stages": [{"name": 3}]}
     >>> _mismatch(msgspec.ValidationError("Expected `str`, got `int` - at `$.stages[0].name`"), data)

@@ -43,11 +43,11 @@ class Schedule:
     actions: tuple[Action, ...]
 
     def forward_runs(self) -> int:
-        """How many forwards of a chain's stages run in all, first runs included."""
+        """The number of forwards of a chain's stages, first runs included."""
         return sum(a.kind in RUNS for a in self.actions)
 
     def choices_inside(self) -> int:
-        """How many forwards keep a choice of what they save, so that ops inside the stage run again."""
+        """The number of forwards that keep a part of what they save, so that ops inside the stage are recomputed."""
         return sum(bool(a.option) for a in self.actions if a.kind in RUNS)
 
     def with_inserted(self, actions: Iterable[tuple[int, Action]]) -> Schedule:

@@ -53,7 +53,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a schedule costs.
+    """The cost of a schedule.
 
     Attributes:
         timeline: one entry per action.
@@ -166,7 +166,7 @@ def _replay_graph(graph: Graph, schedule: Schedule) -> Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSet:
-    """What a step holds in addition to its resident bytes as one of its actions begins.
+    """The bytes that a step holds in addition to its resident ones as one of its actions begins.
 
     All numbers are those of stages, but for ``shared``.
 
@@ -190,7 +190,7 @@ class LiveSet:
 
 
 def alive_before(chain: Chain, schedule: Schedule, position: int) -> LiveSet:
-    """What ``before_bytes`` of action ``position`` is made of.
+    """The parts of ``before_bytes`` of action ``position``.
 
     Raises:
         ReplayError: an action before it is impossible.
@@ -213,7 +213,7 @@ _ANY_LINK = Link(to_host_bytes_per_second=math.inf, to_device_bytes_per_second=m
 
 
 class _ReplayState:
-    """What is alive while a schedule runs. Boundary k is the output of stage k; the chain's input is resident."""
+    """The memory alive while a schedule runs. Boundary k is the output of stage k; the chain's input is resident."""
 
     def __init__(self, chain: Chain, link: Link | None) -> None:
         self.chain = chain
@@ -240,7 +240,7 @@ class _ReplayState:
         return total - self.engines.away_bytes
 
     def _stage_bytes(self, k: int) -> int:
-        """What is held of one stage: its boundary, what it keeps, its residue."""
+        """The held bytes of one stage: its boundary, the tensors that it keeps, its residue."""
         stage, option = self.chain.stages[k], self.kept.get(k)
         total = stage.boundary_bytes if k in self.boundaries else 0
         if option is not None:

@@ -119,7 +119,7 @@ def undominated(answers: Iterable[Costed], tolerance: float = 0.0) -> list[Coste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What one method returns: a schedule (or None) and a lower bound that it proved.
+    """The result of one method: a schedule (or None) and a lower bound that it proved.
 
     ``lower_bound_seconds`` holds for every schedule of the chain within the
     budget, not only for those the method looks at; 0 where it proves nothing.

@@ -122,6 +122,6 @@ def test_it_profiles_solves_and_trains_alone(installed, tmp_path):
 def test_models_of_transformers_are_refused_in_words_and_others_are_there(installed, tmp_path):
     command = installed / "planner"
     said = run(command, "profile", "zoo:gpt2", "-o", "profile.json", cwd=tmp_path, code=2)
-    assert "expected the package transformers, got none installed" in said
+    assert "needs the package transformers, which is not installed" in said
     assert "pip install transformers" in said and "Traceback" not in said
     run(command, "profile", "zoo:mlp", "--set", "layers=2", "hidden=16", "batch=8", "-o", "mlp.json", cwd=tmp_path)

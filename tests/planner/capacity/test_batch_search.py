@@ -341,7 +341,7 @@ def test_what_no_size_helps_is_refused_without_trying_others(target, says):
     ("options", "says"),
     [
         ({"device": "cuda:99"}, "expected one that this machine has"),
-        ({"settings": {"device": "cuda"}}, "expected a device that is here"),
+        ({"settings": {"device": "cuda"}}, "is not there without CUDA"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_without_trying_other_sizes(options, says, monkeypatch):

@@ -134,7 +134,7 @@ def test_a_plan_of_another_model_is_refused_with_what_differs(files):
 def test_a_plan_for_another_kind_of_device_is_refused(files, tmp_path):
     text = (files / "plan.json").read_text().replace('"device": "cpu"', '"device": "cuda"')
     (tmp_path / "plan.json").write_text(text)
-    assert "a plan for cuda" in refused("train", "zoo:mlp", *SMALL, "--plan", tmp_path / "plan.json")
+    assert "the plan is for cuda" in refused("train", "zoo:mlp", *SMALL, "--plan", tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

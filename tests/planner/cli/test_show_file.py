@@ -109,7 +109,7 @@ def test_a_plan_for_cuda_is_shown_on_a_machine_without(files, plan, tmp_path) ->
     text = done("show", tmp_path / "cuda.json", "-o", tmp_path / "t.png").stdout
     assert "on cuda:0" in text
     message = refused("show", tmp_path / "cuda.json", "--measure")
-    assert "a plan for cuda" in message
+    assert "the plan is for cuda" in message
 
 
 def test_an_old_plan_is_printed_and_says_why_its_peak_is_not_explained(old) -> None:
@@ -168,7 +168,7 @@ def test_another_model_and_another_batch_are_refused(files, tmp_path) -> None:
     plan, others = files / "plan.json", tmp_path / "others.py"
     others.write_text(OTHERS)
     assert "differs" in refused("show", plan, "--measure", f"{others}:narrow")
-    assert "the same batch" in refused("show", plan, "--measure", f"{others}:short")
+    assert "the batch has other shapes" in refused("show", plan, "--measure", f"{others}:short")
     assert "expected one of" in refused("show", plan, "--measure", "zoo:nothing")
 
 

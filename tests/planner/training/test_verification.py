@@ -214,5 +214,5 @@ def test_it_runs_the_real_model_and_leaves_it_as_it_was(profile):
 def test_a_stated_plan_and_a_step_that_does_not_fit_are_refused(profile):
     plan = plan_at(profile, 0.6)
     for given, got in ((replace(plan, frugal=True), "does not fit"), (replace(plan, stated=("keep",)), "by hand")):
-        with pytest.raises(ValueError, match=f"verify: expected .*{got}"):
+        with pytest.raises(ValueError, match=f"verify: .*{got}"):
             planner.verify(workload(), given)
