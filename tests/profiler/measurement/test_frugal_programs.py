@@ -100,14 +100,14 @@ def test_where_there_is_no_room_to_check_a_program_stages_are_opaque_and_say_so(
     """The smallest limit that does for the rest of the profile."""
     with pytest.raises(planner.errors.ProfileError) as refused:
         planner.profile(workload(), stages=["Block"], limit=1)
-    limit = int(str(refused.value).split("at least ")[1].split()[0])
+    limit = int(str(refused.value).split("it takes ")[1].split()[0])
     while True:
         peaks.clear()
         try:
             frugal = planner.profile(workload(), stages=["Block"], limit=limit)
             break
         except planner.errors.ProfileError as error:
-            limit = int(str(error).split("at least ")[1].split()[0])
+            limit = int(str(error).split("it takes ")[1].split()[0])
     assert max(peaks) <= limit
     assert all(f"and the limit is {limit:,}" in menu.opaque and not menu.options for menu in frugal.menus)
     assert all(stage.recomputable for stage in frugal.stages if stage.kind == "stage")
