@@ -168,7 +168,7 @@ def test_bytes_that_are_others_in_other_steps_are_said_before_the_first_step(
     profile = planner.profile(work, menus=False)
     assert any(what in line for line in profile.unsteady)
     plan = planner.solve(profile, "100%")
-    with pytest.warns(RuntimeWarning, match="whose peak is not promised: .* Solve with headroom") as caught:
+    with pytest.warns(RuntimeWarning, match="peak is not promised: .* Solve with headroom") as caught:
         planner.apply(made, plan).remove()
     assert what in str(caught[0].message) and caught[0].filename == __file__
     assert planner.Plan.from_document(plan.to_document(), "a plan").unsteady == profile.unsteady
