@@ -232,7 +232,7 @@ def _say_what_is_unsteady(plan: Plan) -> None:
 def check_unplanned(model: nn.Module) -> None:
     """Refuse a model that has a plan, or forwards that are patched otherwise; raises ValueError."""
     if model in _PLANNED or is_patched(model):
-        raise ValueError("apply: the model has a plan already; call remove() of planner.handle_of(model) first")
+        raise ValueError("apply: the model has a plan already; call remove() of its handle first")
 
 
 def register(model: nn.Module, handle: Handle) -> None:

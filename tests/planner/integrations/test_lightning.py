@@ -59,7 +59,9 @@ def test_losses_are_those_without_it_and_peaks_are_within_the_budget(kind: Any, 
 def test_the_part_that_is_named_is_planned_where_several_are_trained() -> None:
     with pytest.raises(ValueError, match=r"in this \w+ trains 'generator' and 'discriminator'.*network='generator'"):
         fit(Adversarial, planned())
-    with pytest.raises(ValueError, match=r"is no module of the Adversarialnet'; it has 'generator', 'discriminator'"):
+    with pytest.raises(
+        ValueError, match=r"network='net' is no module of the Adversarial; give one of 'generator', 'discriminator'"
+    ):
         fit(Adversarial, planned(network="net"))
     got = fit(Adversarial, MemoryBudgetCallback("80%", network="generator", verify=False))
     assert_same_training(got, fit(Adversarial))

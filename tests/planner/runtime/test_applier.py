@@ -263,7 +263,7 @@ def test_a_planned_model_is_not_profiled_nor_planned_again() -> None:
     with planner.apply(work.model, plan):
         with pytest.raises(planner.errors.ProfileError, match="is planned already"):
             planner.profile(work)
-        with pytest.raises(ValueError, match="expected a model without a plan"):
+        with pytest.raises(ValueError, match="the model has a plan already"):
             planner.apply(nn.Sequential(work.model), plan)
 
 
