@@ -208,6 +208,7 @@ def test_what_looks_at_the_whole_batch_or_changes_buffers_by_it_changes_results(
     assert result_of_micro_batches(model, planner.profile(work, menus=False)) == result
 
 
+@pytest.mark.slow
 def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
     """All methods together find a plan of no seconds here; a step takes one, as those measured may be noise."""
     measure = planner.capacity.workload_variants.profile
@@ -230,6 +231,7 @@ def reasons(advice):
     return {lever.name: lever.reason for lever in advice.levers if not lever.applies}
 
 
+@pytest.mark.slow
 def test_levers_that_do_not_apply_say_why():
     work = build(optimizer="none")
     work.autocast = torch.bfloat16
@@ -343,6 +345,7 @@ def test_the_command(tmp_path):
     assert json.loads(result.stdout)["fits"] and (tmp_path / "a.svg").stat().st_size
 
 
+@pytest.mark.slow
 def test_the_command_where_nothing_fits():
     result = run("advise", "zoo:mlp", *SMALL, "--budget", "1KB", "--json")
     assert result.exit_code == 3 and "comes nearest" in result.stderr
@@ -385,6 +388,7 @@ def test_only_what_keeps_the_result_ends_the_search_for_it():
     assert too_slow(known, 3.5, "rounding") and not too_slow(known, 2.5, "rounding")
 
 
+@pytest.mark.slow
 def test_where_only_offloading_is_looked_at_nothing_runs_again():
     advice = planner.advise(build(batch=512), "70%", offload=Offload(link_gbps=1e-6), menus=False)
     for each in advice.combinations:

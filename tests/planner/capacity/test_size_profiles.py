@@ -115,6 +115,7 @@ def test_a_size_that_was_refused_is_not_tried_again(known):
     assert built == [UNFIT]
 
 
+@pytest.mark.slow
 def test_a_size_has_the_programs_of_another_one_for_stages_of_the_same_ops(blocks):
     same = scaling.same_programs(blocks)
     assert same is not None and scaling.same_programs(blocks.stage_level()) is None

@@ -110,6 +110,7 @@ def test_ops_of_captured_stages_need_no_profile_of_their_own(files, folder, tmp_
     )
 
 
+@pytest.mark.slow
 def test_bad_rules_are_refused(files, folder, tmp_path):
     (tmp_path / "typo.toml").write_text('[[rules]]\nmodules = "blocks.9"\n')
     (tmp_path / "broken.toml").write_text("[[rules]\n")

@@ -81,6 +81,7 @@ def block() -> tuple[nn.Module, Tensor, CapturedCall, StepGraph]:
     return module, x, captured, measured_graph(captured.graph, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_of_two_choices_one_takes_less_and_the_other_is_faster(
     block: tuple[nn.Module, Tensor, CapturedCall, StepGraph],
 ) -> None:
@@ -97,6 +98,7 @@ def test_of_two_choices_one_takes_less_and_the_other_is_faster(
     assert all(max(each.forward_peak_bytes, each.backward_peak_bytes) <= most for each in menu)
 
 
+@pytest.mark.slow
 def test_every_choice_keeps_what_it_says_and_computes_the_same(
     block: tuple[nn.Module, Tensor, CapturedCall, StepGraph],
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_dropped_stage_gets_a_program_for_the_room_from_its_first_run_on(block
     assert any(option.ops_again for option in new)
 
 
+@pytest.mark.slow
 def test_a_plan_stays_where_the_chain_with_more_programs_has_none(
     blocks: planner.Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

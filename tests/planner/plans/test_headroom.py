@@ -64,6 +64,7 @@ def test_a_plan_leaves_it_free_and_names_it(blocks):
     assert (inside.schedule, inside.predicted_peak_bytes) == (plan.schedule, plan.predicted_peak_bytes)
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_budget_that_is_enough_with_it(blocks):
     with pytest.raises(planner.Infeasible) as bare:
         planner.solve(blocks, 1)

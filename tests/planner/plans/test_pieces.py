@@ -102,6 +102,7 @@ STEPS = [
 BY_DAY = [(workload, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", by_day(STEPS, BY_DAY), ids=lambda case: case[0].__name__)
 def test_a_plan_in_pieces_takes_what_it_says_and_has_the_gradients_of_the_step(case):
     make, tied = case
@@ -156,6 +157,7 @@ class Convolutions(nn.Sequential):
 MODELS = {"long sequence": (Wide, (1, 512, WIDTH)), "images": (Convolutions, (8, 3, 24, 24))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_day(MODELS, ["long sequence"]))
 def test_modules_in_pieces_take_what_the_plan_says_and_have_the_gradients_of_the_step(name):
     kind, shape = MODELS[name]
@@ -183,6 +185,7 @@ def profiled():
     return planner.profile(workload(Language()), numerics="rounding")
 
 
+@pytest.mark.slow
 def test_without_leave_nothing_runs_in_pieces_and_the_refusal_says_what_that_would_reach(profiled):
     with pytest.raises(planner.Infeasible) as refused:
         planner.solve(profiled, 1, numerics="rounding")
@@ -194,6 +197,7 @@ def test_without_leave_nothing_runs_in_pieces_and_the_refusal_says_what_that_wou
     assert planner.solve(profiled, "100%").pieces is None
 
 
+@pytest.mark.slow
 def test_a_profile_without_pieces_is_refused_with_how_to_have_them():
     profile = planner.profile(workload(Language()))
     assert not profile.in_pieces
@@ -224,6 +228,7 @@ class _Mixing(nn.Linear):
         return super().forward(input - input.mean(-2, keepdim=True))
 
 
+@pytest.mark.slow
 def test_a_head_whose_rows_depend_on_each_other_runs_at_once():
     profile = planner.profile(workload(Mixing()), numerics="rounding")
     assert all(each.pieces is not None and not each.pieces.head for each in profile.in_pieces)
@@ -267,6 +272,7 @@ def test_a_copy_of_a_planned_model_has_no_pieces(profiled):
         assert type(copy.deepcopy(model)(torch.zeros(4, TOKENS, dtype=torch.long))) is torch.Tensor
 
 
+@pytest.mark.slow
 def test_one_call_trains_in_pieces():
     torch.manual_seed(0)
     model = Language()
@@ -280,6 +286,7 @@ def test_one_call_trains_in_pieces():
         planner.profile(step, numerics="exact")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", by_day([True, False], [True]))
 def test_a_head_under_fully_shard_is_gathered_once(unit, monkeypatch):
     """Whether it is a unit of its own or one of the whole model; its loss comes after its forward."""

@@ -35,6 +35,7 @@ def _faster_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_slowdown", lambda profile, budget_bytes: float(len(profile.stages)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_faster_whole")
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_no_budget_is_lost_to_a_faster_cut(accumulates: bool) -> None:
@@ -79,6 +80,7 @@ class _Doubling(_Holder):
         return 2 * self.net(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [

@@ -68,6 +68,7 @@ def test_what_was_stated_is_not_solved_for(blocks):
         replan(plan, plan.budget_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
 def test_what_stages_take_more_is_what_the_step_takes_more(blocks, share):
     with pytest.raises(planner.Infeasible) as refusal:

@@ -58,6 +58,7 @@ def test_a_model_with_other_shapes_is_refused() -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.slow
 def test_two_plans_at_once_are_refused() -> None:
     work = workload("plain")
     plan = plan_of("plain")
@@ -267,6 +268,7 @@ def test_a_planned_model_is_not_profiled_nor_planned_again() -> None:
             planner.apply(nn.Sequential(work.model), plan)
 
 
+@pytest.mark.slow
 def test_parameters_changed_between_forward_and_backward_are_refused() -> None:
     work = workload("plain")
     plan = plan_of("plain")

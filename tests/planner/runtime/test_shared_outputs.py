@@ -23,6 +23,7 @@ def began(timeline: Timeline) -> dict[str, int]:
     return {s.stage: s.before_bytes for s in timeline.spans if s.action == "recompute" and s.stage.startswith(down)}
 
 
+@pytest.mark.slow
 def test_a_skip_connection_is_there_once_while_its_maker_runs_again() -> None:
     work = build("unet", image=48, hidden=8, batch=4)
     profile = planner.profile(work, menus=False)

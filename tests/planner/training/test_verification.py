@@ -103,6 +103,7 @@ def dearer(chain: Chain, change: Callable[[int, int], float]) -> Chain:
     return replace(chain, stages=tuple(stages))
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_right_is_left_as_it_is(profile):
     plan = plan_at(profile, 0.7)
     assert plan.chain is not None
@@ -111,6 +112,7 @@ def test_a_plan_that_was_right_is_left_as_it_is(profile):
     assert [stage.options[0] for stage in chain.stages] == [stage.options[0] for stage in plan.chain.stages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pace", [1.0, 1.7])
 def test_what_ran_is_corrected_to_what_it_took_at_the_plans_pace(profile, pace):
     plan = plan_at(profile, 0.7)
@@ -124,6 +126,7 @@ def test_what_ran_is_corrected_to_what_it_took_at_the_plans_pace(profile, pace):
     assert replay(chain, plan.schedule).seconds == pytest.approx(replay(true, plan.schedule).seconds)
 
 
+@pytest.mark.slow
 def test_what_only_some_pairs_of_steps_show_is_noise(profile):
     plan = plan_at(profile, 0.7)
     assert plan.chain is not None
@@ -133,6 +136,7 @@ def test_what_only_some_pairs_of_steps_show_is_noise(profile):
     assert corrections == ()
 
 
+@pytest.mark.slow
 def test_options_that_did_not_run_have_the_seconds_per_op_of_those_that_did(profile):
     plan = plan_at(profile, 0.7)
     assert plan.chain is not None
@@ -169,6 +173,7 @@ class Machine:
         return {name: replay(self.true, plan.schedule).seconds for name, plan in plans.items()}
 
 
+@pytest.mark.slow
 def test_an_option_that_only_seemed_cheap_is_found_out_and_the_fastest_plan_is_handed_back(profile, monkeypatch):
     true = chain_of(profile)
     plan = plan_at(profile, 0.6)
@@ -190,6 +195,7 @@ def _option_of(plan: planner.Plan, k: int) -> int:
     return runs[0].option or 0
 
 
+@pytest.mark.slow
 def test_the_first_plan_is_kept_where_the_others_turn_out_slower(profile, monkeypatch):
     machine = Machine(dearer(chain_of(profile), lambda k, option: 0.1), monkeypatch)
     machine.seconds_in_turns = lambda work, plans: {name: float(name) for name in plans}  # type: ignore[method-assign]
@@ -201,6 +207,7 @@ def test_the_first_plan_is_kept_where_the_others_turn_out_slower(profile, monkey
     assert verified.plan.lower_bound_seconds <= verified.plan.predicted_seconds
 
 
+@pytest.mark.slow
 def test_it_runs_the_real_model_and_leaves_it_as_it_was(profile):
     work = workload()
     before = {name: tensor.clone() for name, tensor in work.model.state_dict().items()}
@@ -211,6 +218,7 @@ def test_it_runs_the_real_model_and_leaves_it_as_it_was(profile):
         assert planner.measure(work, repeats=1).peak_bytes == verified.plan.predicted_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_stated_plan_and_a_step_that_does_not_fit_are_refused(profile):
     plan = plan_at(profile, 0.6)
     for given, got in ((replace(plan, frugal=True), "does not fit"), (replace(plan, stated=("keep",)), "by hand")):

@@ -163,6 +163,7 @@ class Scales(nn.Module):
         return x + self.down(torch.relu(self.up(x)) * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 2000])
 def test_numbers_in_the_code_take_no_bytes_that_are_not_predicted(count: int) -> None:
     torch.manual_seed(0)

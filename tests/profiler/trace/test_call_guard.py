@@ -166,6 +166,7 @@ class Chain(nn.Module):
         return record.values
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_blocks_that_take_a_dataclass_run_as_the_programs_of_their_plan() -> None:
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_ops_come_in_order_and_an_output_needs_each(name: str) -> None:
     work = zoo.build(name, **SMALL[name])

@@ -44,6 +44,7 @@ def solved(step: StepGraph, share: float) -> StepRuns:
     return runs_of(problem, solution)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", by_day([0.2, 0.6], [0.2]))
 @pytest.mark.parametrize("name", by_day(SMALL, ["t5"]))
 def test_a_program_computes_what_the_module_does(name: str, share: float) -> None:

@@ -35,6 +35,7 @@ def work_of(**more: Any) -> planner.Workload:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0.0, 1.0])
 def test_norms_under_autocast_take_what_is_predicted(depth: float) -> None:
     profile = planner.profile(work_of(autocast=torch.bfloat16), stages="whole")

@@ -63,6 +63,7 @@ class Around(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
+@pytest.mark.slow
 def test_an_optimizer_around_another_one_counts_with_the_inner_one() -> None:
     model = stack()
     inner = torch.optim.Adam(model.parameters(), 0.01)
