@@ -454,7 +454,7 @@ class Profile:
         device, device_name, torch_version, precision: the device, the release of torch and the precision of the step.
         stages: stages and what lies outside of them, in forward order.
         shared: tensors that several stages hold.
-        resident: bytes that are always there.
+        resident: bytes alive during the whole step.
         optimizer: the optimizer step; zero seconds and no bytes without one.
         evaluation: where the optimizer evaluates the loss again within its step (LBFGS): the bytes alive as such a
             forward and backward begins and the most within it, at their highest, and the seconds of all of them.
@@ -467,7 +467,7 @@ class Profile:
             while longer.
         in_flight: pairs (other micro-batches there, other bytes) of a pipeline's stage, profiled with one micro-batch.
         unplanned_peak_bytes: most bytes alive at once in the whole step.
-        unplanned_seconds, step_seconds: median seconds of a plain step, and of each that was timed.
+        unplanned_seconds, step_seconds: the median time of a plain step, and the time of each measured step.
         op_records: every aten op of one step.
         menus: per kind of stage, its ops and its programs.
         link: the link to host memory; None where the device has none.
@@ -475,12 +475,12 @@ class Profile:
         forward_nodes: autograd nodes that the model's forward makes; 0 where that is not known, or it is compiled.
         unsteady: the causes of other bytes in other steps, a line each; the peak is not promised where there is any.
         batch_sized: the causes of other bytes on another batch of the same shapes, a line each.
-        left_out: blocks that no stage could be made of although they keep much.
+        left_out: blocks that keep much memory but cannot be stages.
         heads: the modules that may run in pieces together with the loss, the first that can does; empty where that
             would save nothing.
         pieces: the parts that ran in pieces in all measured steps; None where none did.
-        in_pieces: the same step with its head in pieces, and with modules in pieces, too, where that was measured.
-        target: the target that the command line built it from; None for a workload that Python made.
+        in_pieces: the same step with its head, and if measured also modules, in pieces.
+        target: the command-line target of the workload; None for a workload created in Python.
     """
 
     model_class: str

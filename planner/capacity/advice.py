@@ -98,7 +98,7 @@ def advise(
         target: as ``planner profile`` takes it, a function that returns a Workload, or a Workload.
         budget: bytes, ``"32GB"``, ``"512MiB"``, or ``"70%"`` of the unplanned peak: the most bytes alive at once.
         settings: arguments of the target's function.
-        batch_key: the one of them that says how many samples a step has.
+        batch_key: the setting that gives the number of samples per step.
         device: move the model there first; not for a Workload.
         offload: as for ``solve``: without a link in the profile or here nothing is sent.
         menus: capture stages as graphs, and plan their ops.
@@ -106,7 +106,7 @@ def advise(
 
     Raises:
         ProfileError: the step fails as it is.
-        ValueError: a target, a budget or a setting that cannot be.
+        ValueError: an invalid target, budget or setting.
     """
     check_size(budget)  # refused before anything is measured
     variants = WorkloadVariants(target, settings or {}, batch_key, device, menus, progress)

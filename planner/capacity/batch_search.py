@@ -42,7 +42,7 @@ def max_batch(
     shard: Engine | None = None,
     progress: Progress | None = None,
 ) -> MaxBatch:
-    """Find the largest batch, or other size, that fits a budget, unplanned and planned, and how fast each is.
+    """Find the largest batch (or other size) that fits a budget with and without a plan, and measure its speed.
 
     Real unplanned steps at doubled sizes show where to profile; profiles at two or three sizes say how bytes and
     seconds scale; the solver says which size is the largest that a plan can fit; and real steps at that size and
@@ -61,7 +61,7 @@ def max_batch(
         device: move the model there first.
         offload: as for ``solve``.
         menus: capture stages as graphs, and plan their ops.
-        headroom: of the budget, what no step may use: bytes, or ``"5%"`` of it.
+        headroom: the part of the budget that no step may use: bytes, or ``"5%"`` of it.
         shard: wrap what the target builds, ``"ddp"`` or ``"fsdp2"``: in DistributedDataParallel, or by ``fully_shard``
             of each repeated block and of the model; None where the target does it.
         progress: called as ``progress(what, done, total)`` before each part.

@@ -99,7 +99,7 @@ def advise_rank(
     menus: bool = True,
     progress: Progress | None = None,
 ) -> RankAdvice:
-    """Say what each of so many ranks would hold, with and without a plan.
+    """Predict the memory of each of ``world_size`` ranks, with and without a plan.
 
     The target's model is built in this process as a whole, then wrapped for a group of torch's own fake ranks: the
     first rank's part of it runs here for real, and is measured as any other step is.
@@ -110,7 +110,7 @@ def advise_rank(
         world_size: ranks in the group, at least 2.
         shard: ``"ddp"``: each rank has the whole model, in DistributedDataParallel; ``"fsdp2"``: ``fully_shard`` of
             each repeated block, then of the model.
-        budget: of each rank: bytes, ``"32GB"``, or ``"70%"`` of its unplanned peak. None for no plan but the one with
+        budget: of each rank: bytes, ``"32GB"``, or ``"70%"`` of its unplanned peak. None computes only the plan with
             the smallest peak.
         settings: arguments of the target's function.
         device: move the model there before it is wrapped.

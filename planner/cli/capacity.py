@@ -13,7 +13,7 @@ from planner.cli.options import (
     AsJson,
     Device,
     HeadroomText,
-    OffloadText,
+    OffloadBesideText,
     OptionalBudget,
     Settings,
     ShardOption,
@@ -51,7 +51,7 @@ def max_batch_command(
     ] = "batch",
     settings: Settings = None,
     device: Device = None,
-    offload: OffloadText = None,
+    offload: OffloadBesideText = None,
     headroom: HeadroomText = None,
     shard: ShardOption = None,
     output: Annotated[
@@ -60,7 +60,7 @@ def max_batch_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the largest batch that fits without a plan, with recompute, and with offload, and how fast each is.
+    """Find the largest batch that fits without a plan, with recomputation and with offloading, and its speed.
 
     A few sizes are profiled, bytes and seconds of the others are predicted, and the limits are confirmed by real
     steps. Under torchrun the batch is that of each rank, and the first rank prints.
@@ -125,9 +125,9 @@ def advise_command(
         typer.Option(metavar="KEY", help="The --set key of the batch, for micro-batches. Default: batch."),
     ] = None,
     device: Device = None,
-    offload: OffloadText = None,
+    offload: OffloadBesideText = None,
     world_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Simulate N ranks, and say what each would hold; needs --shard.")
+        int | None, typer.Option(metavar="N", help="Simulate N ranks, and predict the memory of each; needs --shard.")
     ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="ddp|fsdp2", help="How the simulated ranks share the model.")
@@ -137,12 +137,12 @@ def advise_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where the memory of a training step goes, and what would fit it into a budget at which cost.
+    """Show where the memory of a training step goes, and which changes would make it fit a budget.
 
     Compares mixed precision, Adafactor or SGD as the optimizer, micro-batches, recompute and offload, alone and
     combined, by peaks and times that are measured, computed or solved for, and names the fastest combination that fits.
 
-    With --world-size and --shard: what each of N ranks would hold instead; the batch is that of each rank.
+    With --world-size and --shard, predict the memory of each of N ranks instead; the batch is that of each rank.
     """
     from planner.plans.offload_request import Offload
     from planner.targets import parse_settings

@@ -49,11 +49,11 @@ app = typer.Typer(
 def without_command(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing on stderr but errors.")] = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors on stderr.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each part of the work.")] = False,
     traceback: Annotated[
         bool,
-        typer.Option("--traceback", help="Print the whole traceback of an error. Like -q and -v, for any command."),
+        typer.Option("--traceback", help="Print the full traceback of an error. Like -q and -v, for any command."),
     ] = False,
 ) -> None:
     """Print the version, or help where no command is named."""
@@ -83,7 +83,7 @@ def pareto_command(
     as_json: AsJson = False,
     csv: Annotated[Path | None, typer.Option(hidden=True, help="-o FILE.csv.")] = None,
 ) -> None:
-    """Draw every solver's memory/time curve, the unplanned point and the lower bound.
+    """Draw the memory/time curves of the quick solvers and of auto, the unplanned point and the lower bound.
 
     Curves of a graph take 45 seconds in all unless --time-limit says otherwise.
     """

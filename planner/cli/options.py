@@ -73,7 +73,7 @@ TargetArgument = Annotated[
 ]
 OptionalTarget = Annotated[
     str | None,
-    typer.Argument(metavar="[TARGET]", help="As for profile. Without it: the target that the plan records."),
+    typer.Argument(metavar="[TARGET]", help="The model, as for profile. Default: the target that the plan records."),
 ]
 SourceFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="A profile, a chain problem or a graph problem; - is standard input.")
@@ -113,8 +113,8 @@ AllowRounding = Annotated[
     bool,
     typer.Option(
         "--allow-rounding",
-        help="Also let the head with its loss, and row-wise modules, run in pieces: less memory, but sums are "
-        "rounded differently.",
+        help="Also let the output layer with its loss, and modules that treat each row independently, run a few rows "
+        "at a time: less memory, but sums are rounded differently.",
     ),
 ]
 HeadroomText = Annotated[
@@ -123,7 +123,8 @@ HeadroomText = Annotated[
         "--headroom",
         metavar="B",
         callback=_checked("--headroom", _check_headroom),
-        help="Part of the budget left to the device's allocator: bytes, 5% of the budget, or auto, as profiled.",
+        help="Part of the budget left free for the device's allocator: bytes (512MiB) or a share of the budget (5%); "
+        "where one profile is planned also auto, the amount measured while profiling.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]
@@ -131,13 +132,23 @@ RulesFile = Annotated[
     Path | None,
     typer.Option("--rules", metavar="FILE", help="Decisions made by hand for some or all stages: .toml or .json."),
 ]
+_LINK = "gbps=G, the link's speed in GB/s each way; devices=K that share the link; host=B, the most host memory to use."
 OffloadText = Annotated[
     str | None,
     typer.Option(
         "--offload",
         metavar="HOW",
-        help="Activations in host memory: no; only (recompute nothing); gbps=G, the link's speed in GB/s each way; "
-        "devices=K that share the link; host=B, the most host memory to use. Joined by commas: only,gbps=25.",
+        help=f"Offload activations to host memory: no; only (recompute nothing); {_LINK} Joined by commas: "
+        "only,gbps=25.",
+    ),
+]
+OffloadBesideText = Annotated[
+    str | None,
+    typer.Option(
+        "--offload",
+        metavar="HOW",
+        help=f"Offload activations to host memory: no; auto (the default); {_LINK} Joined by commas: "
+        "gbps=25,host=64GiB.",
     ),
 ]
 ShardOption = Annotated[
@@ -181,9 +192,10 @@ def offload_of(text: str | None, *, only: bool = True) -> Offload | None:
         key, equals, value = part.strip().partition("=")
         name, read = numbers.get(key, ("mode", modes.get))
         if (key not in numbers if equals else key not in modes) or name in found:
+            here = "" if only or key != "only" else "'only' is for solve and pareto; this command recomputes as well: "
             raise ValueError(
-                f"--offload: expected {', '.join(modes)}, gbps=G, devices=K or host=B, each once and joined by commas, "
-                f"got {text!r}; write for example gbps=25,host=64GiB"
+                f"--offload: {here}expected {', '.join(modes)}, gbps=G, devices=K or host=B, each once and joined by "
+                f"commas, got {text!r}; write for example gbps=25,host=64GiB"
             )
         try:
             found[name] = read(value if equals else key)

@@ -77,8 +77,8 @@ def check_joined(out: Output) -> None:
 
     if not dist.is_initialized():
         raise ValueError(
-            f"torchrun: {processes} processes run, and nothing connects them; add --shard ddp or fsdp2, or name a "
-            "target that wraps its model itself"
+            f"torchrun started {processes} processes, but torch.distributed is not initialized; add --shard ddp or "
+            "fsdp2, or name a target that calls init_process_group and wraps its model"
         )
     out.rank = dist.get_rank()
 
@@ -86,7 +86,7 @@ def check_joined(out: Output) -> None:
 def check_alone() -> None:
     """Refuse several processes without ``--shard``; raises ValueError."""
     if _processes() > 1:
-        raise ValueError(f"--shard: {_processes()} processes run, and nothing connects them; add --shard ddp or fsdp2")
+        raise ValueError(f"torchrun started {_processes()} processes, which nothing connects; add --shard ddp or fsdp2")
 
 
 def _processes() -> int:

@@ -57,8 +57,8 @@ def solve_command(
         str | None,
         typer.Option(
             metavar="[TARGET]",
-            help="Run the plan for a few steps, correct the seconds that were off, and solve again; on the model that "
-            "the profile records unless a TARGET follows.",
+            help="Run the plan for a few steps, correct inaccurate times, and solve again. Uses the model that the "
+            "profile records unless a TARGET follows.",
         ),
     ] = None,
     trust: Trust = False,
@@ -76,11 +76,11 @@ def solve_command(
 
     FILE is a profile, as planner profile writes it, or a problem file of a chain or a graph.
 
-    With --rules the plan does what the rules say, and the rest is solved for. Rules that decide everything need no
-    --budget.
+    With --rules, the plan follows the rules, and the solver decides the rest. If the rules decide everything, --budget
+    is optional.
 
-    With --verify the plan is run and checked stage by stage. Where seconds are off by more than a tenth they are
-    corrected and the problem is solved again, up to three times; the fastest plan is written.
+    With --verify the plan is run and checked stage by stage. If the time of a stage is off by more than a tenth, it is
+    corrected and the problem is solved again, for at most three plans; the fastest plan is written.
 
     Ctrl-C ends the search with exit code 130; the best plan found so far is printed and written to -o.
     """
@@ -165,8 +165,8 @@ def _verifiable(source: Source) -> Profile:
         raise ValueError("--verify: a problem file has no model to run; leave it out, or solve a profile")
     if source.frugal:
         raise ValueError(
-            "--verify: this step does not fit without a plan, so there is nothing to compare with; leave it out, "
-            "planner train measures the plan"
+            "--verify: it compares the planned step with the unplanned one, which does not fit; leave it out, planner "
+            "train reports the plan's measured peak and time"
         )
     return source
 

@@ -116,7 +116,11 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
     peak_bytes, budget_bytes = summary.predicted_peak_bytes, summary.budget_bytes
     unplanned_bytes = summary.unplanned_peak_bytes
     share = _share(peak_bytes, unplanned_bytes)
-    resident = "parameters, optimizer states, batch" if summary.part == "stage" else "alive throughout"
+    resident = (
+        "parameters, optimizer states, batch, and what the loop holds"
+        if summary.part == "stage"
+        else "alive throughout"
+    )
     return [
         (
             "predicted peak",

@@ -58,7 +58,7 @@ def train_command(
     retry: Annotated[
         int,
         typer.Option(
-            min=0, metavar="[N]", help="Where memory runs out, go on with up to N smaller plans; 3 without N."
+            min=0, metavar="[N]", help="If memory runs out, go on with a smaller plan, at most N times (3 without N)."
         ),
     ] = 0,
     trust: Trust = False,
@@ -73,9 +73,9 @@ def train_command(
 ) -> None:
     """Train for some steps, and check predictions against measurements.
 
-    With --plan under a plan; with --budget the model is profiled and the plan is solved for first.
+    With --plan, train under that plan; with --budget, first profile the model and solve for a plan.
 
-    Under torchrun each rank has a batch of its own, and the first rank prints.
+    Under torchrun, each rank trains on its own batch, and only the first rank prints.
     """
     out: Output = context.obj
     engine = engine_named(shard)

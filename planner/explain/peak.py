@@ -22,11 +22,11 @@ from solvers.problem.simulator import LiveSet, alive_before, alive_before_each
 
 KEPT = "kept from forward"
 MADE_AGAIN = "made again"
-RANDOM_STATES = "random states for ops that run again"
+RANDOM_STATES = "random states for recomputed ops"
 OUTPUTS = "outputs of stages"
 LEFT = "left by stages that keep nothing"
 CASTS = "casts of parameters"
-LOOP = "held by the loop (outputs, losses; of your own step the batch)"
+LOOP = "held by the loop (outputs and losses; with Workload(step=...) also the batch)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

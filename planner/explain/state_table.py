@@ -83,7 +83,7 @@ class ModelStates:
 
 
 def model_states(workload: Workload) -> ModelStates:
-    """Measure a workload's model states, and work out what formulas say they are.
+    """Measure a workload's model states, and compute them by formula.
 
     Runs two whole steps and a forward, and leaves the workload as it was found.
 

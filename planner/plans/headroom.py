@@ -80,5 +80,5 @@ def headroom_from(text: str | int, profile: Profile | None = None) -> Headroom:
     except ValueError as error:
         raise ValueError(
             f"headroom: {text!r} is neither bytes nor a share of the budget below 100 %; "
-            "write 512MiB, 1234567, 0, 5%, or auto with a profile"
+            "write 512MiB, 1234567, 0, 5%, or auto where one profile is planned"
         ) from error

@@ -25,11 +25,11 @@ _RATES = ("to_host_bytes_per_second", "to_device_bytes_per_second")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """Whether activations may be sent to host memory, and over what.
+    """Settings for offloading activations to host memory.
 
     Attributes:
-        mode: ``auto`` weighs it beside recomputation where there is a link; ``never``; ``only`` sends and recomputes
-            nothing.
+        mode: ``auto`` weighs offloading against recomputation if there is a link; ``never`` offloads nothing; ``only``
+            offloads and recomputes nothing.
         link_gbps: gigabytes (1e9 bytes) per second of the link in each direction; None for what was measured.
         devices_per_link: devices that share the link, each with an equal part; None for what was measured.
         host_memory: the most that this device may hold in host memory, bytes or text as ``64GiB``; None for what was
@@ -91,7 +91,10 @@ def usable_link(offload_request: Offload, chain: Chain, measured: LinkRecord | N
 
 def _why_not(link: Link | None, smallest: int | None) -> str:
     if link is None:
-        return "no link is known: profile on a device that has one, or give its speed, --offload gbps=25 (link_gbps=)"
+        return (
+            "the profile has no link to host memory: profile on a CUDA device, or give a speed, --offload gbps=25 "
+            "(link_gbps=25)"
+        )
     if not min(link.to_host_bytes_per_second, link.to_device_bytes_per_second) > 0:
         return "the link's speed is 0: give one above 0"
     if smallest is None:

@@ -59,11 +59,11 @@ def pareto(
     time_limit_seconds: float | None = None,
     offload: Offload | OffloadMode = "auto",
 ) -> pd.DataFrame:
-    """The memory/time frontier of every solver.
+    """Return every solver's curve of memory against time.
 
     Args:
         problem: a Profile, a Chain, a Graph, or the path of its file.
-        solvers: methods to draw; None: the quick ones. ``ilp`` solves a handful of budgets one by one.
+        solvers: the solvers to include; None for the fast ones. ``ilp`` solves a handful of budgets one by one.
         time_limit_seconds: for methods that search; all methods of a graph share it (45 where None).
         offload: as for ``solve``. Over a link ``auto``, ``rotor`` and ``pofo`` weigh copies and recomputation together,
             and the curve of ``offload_only`` joins those of the methods that recompute alone. All bounds count copies.

@@ -107,13 +107,14 @@ class Plan:
         status: ``optimal``: no plan that does the same kind of things within the budget is faster; ``feasible``: see
             ``lower_bound_seconds``.
         budget_bytes: the most bytes that may be alive at once.
-        headroom_bytes: the part of the budget left to what the device's allocator wastes; the solver had the rest.
+        headroom_bytes: the part of the budget reserved for memory that the device's allocator wastes; the solver used
+            the rest.
         predicted_peak_bytes, predicted_seconds: by exact replay.
         unplanned_peak_bytes, unplanned_seconds: the step of the model without a plan.
-        resident_bytes: bytes alive during the whole step: parameters, optimizer states, batch.
+        resident_bytes: bytes alive during the whole step: parameters, optimizer states, batch, what the loop holds.
         recomputed_seconds: predicted seconds spent on recomputation.
         recomputed_ops: number of recomputed ops, each recomputation counted; exact.
-        lower_bound_seconds: no such plan within the budget is faster.
+        lower_bound_seconds: a lower bound on the time of all such plans within the budget.
         gap: relative distance of the prediction from that bound.
         solve_seconds: time that the solver took.
         link: the link to host memory that the plan may use; None where nothing could be sent.

@@ -78,8 +78,8 @@ def profile(
         ProfileError: the step fails, does not fit in any way, or the model is in eval mode or planned.
         RankError: it failed on one rank, a rank did not answer, or ranks have different models or shapes of batches.
         StagesError: a stage pattern matches nothing, or the step calls the model more than once.
-        ChoiceError: a rule names what is not there, or an op that must not run again.
-        ValueError: rules that cannot be read, or no such kind of numerics.
+        ChoiceError: a rule names a part that does not exist, or an op that must not be recomputed.
+        ValueError: unreadable rules, or an unknown value of ``numerics``.
     """
     check_workload(workload, "profile")
     ranks, schedule = current_ranks(), schedule_of(workload)

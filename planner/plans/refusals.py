@@ -24,19 +24,19 @@ FEWER_STATES = (
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Infeasible(ValueError):
-    """No plan came out for a budget, and what is known instead.
+    """Raised if no plan was found for a budget; carries the smallest budget known to be enough.
 
     Attributes:
         minimum_budget_bytes: the smallest budget that is known to be feasible.
-        reason: the stage and moment, or the node, that force it.
-        solver: the method that was asked.
+        reason: the stage and phase, or the node, that requires that budget.
+        solver: the name of the solver.
         budget_bytes: the requested budget.
-        proven: whether no plan can fit; else the search ended without one.
+        proven: True if it is proven that no plan fits; False if the search ended without a plan.
         lower_bound_seconds: of a whole step; None where nothing finite is known.
         solve_seconds: time that the solver took; None where it is not known.
         remedy: what to do.
         left_out: blocks that keep much and cannot be recomputed.
-        unplanned_peak_bytes: the peak that the budget was given as a share of; 0 for a budget in bytes.
+        unplanned_peak_bytes: the unplanned peak, if the budget was given as a share of it; 0 for a budget in bytes.
     """
 
     minimum_budget_bytes: int
@@ -74,8 +74,12 @@ class Infeasible(ValueError):
     @property
     def _unproven(self) -> str:
         spent = "" if self.solve_seconds is None else f" in {format_seconds(self.solve_seconds)}"
-        bound = "" if self.lower_bound_seconds is None else f", any would take {self.lower_bound_seconds:.6g} s or more"
-        return f"no plan was found{spent}, and it is not proven that there is none{bound}"
+        bound = (
+            ""
+            if self.lower_bound_seconds is None
+            else f" (a plan would take at least {self.lower_bound_seconds:.6g} s a step)"
+        )
+        return f"no plan was found{spent}, but it is not proven that none exists{bound}"
 
     @property
     def _asked(self) -> str:

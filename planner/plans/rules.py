@@ -59,7 +59,7 @@ class Rule:
             pattern, ``gelu#1`` for the second one of a kind in each module, or a number (``12`` or ``#12``) for
             one op of the stage, counted from 0. Empty: the modules as a whole.
         action: ``recompute``; ``keep``; or ``solve``, to leave whole stages to the solver.
-        force: run again even an op that must not be, at the user's own risk.
+        force: recompute even an op that must not be recomputed, at your own risk.
     """
 
     modules: Pattern | Sequence[Pattern] = ()
@@ -106,7 +106,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """A stated plan: the later of two rules that name the same part wins.
+    """A manual plan. If two rules name the same part, the later one applies.
 
     Attributes:
         rules: in order.

@@ -55,7 +55,7 @@ _EXACT_ROUNDS = 2
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
 _EXACT_GAIN = 1e-3  # of a step's time, that makes another round worth it
 COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
-NO_LINK = "no link is known: run on a device that has one, or give its speed, --offload gbps=25 (link_gbps=)"
+NO_LINK = "there is no link to host memory: run on a CUDA device, or give a speed, --offload gbps=25 (link_gbps=25)"
 
 
 def solve(
@@ -82,12 +82,13 @@ def solve(
         time_limit_seconds: for solvers that search, and the programs of captured stages.
         offload: ``"auto"`` (where the profile has a link to host memory), ``"never"``, ``"only"``, or an ``Offload``
             that says how fast the link is and how much the host may hold.
-        headroom: of the budget, what is left to the device's allocator: bytes, or ``"5%"`` of the budget.
-        reshard: of stages that are units of ``fully_shard``, whether they give their parameters back after forward:
-            ``"profiled"``, as they did then, or ``"solve"``: some may keep them, for one gather less.
-        numerics: ``"eager"``, the very bits of the step without a plan; or ``"compiled"``: stages whose captured ops
-            round otherwise than their own code (``MenuRecord.opaque`` says so) may run as programs, too; or
-            ``"rounding"``: beside that the head and the loss may run in pieces, where the profile was made so.
+        headroom: the part of the budget left to the device's allocator: bytes, or ``"5%"`` of the budget.
+        reshard: whether stages that are units of ``fully_shard`` free their gathered parameters after forward:
+            ``"profiled"``, as while profiling, or ``"solve"``: the solver may let some keep them, which saves one
+            gather.
+        numerics: ``"eager"``: bit for bit the values of the step without a plan; or ``"compiled"``: stages whose
+            captured ops round differently from their own code (``MenuRecord.opaque`` says so) may run as programs, too;
+            or ``"rounding"``: the head and the loss may also run in pieces, if the profile was made so.
 
     Returns:
         The plan, replayed in exact bytes, with its bound.
@@ -96,8 +97,8 @@ def solve(
         Infeasible: no plan was found; its status says whether it is proven that none fits, and it carries the
             smallest budget known to be enough. On all ranks.
         RankError: one rank failed, or ranks gave different profiles or budgets.
-        ValueError: no profile, unknown solver, a budget or headroom that does not parse, or offloading demanded where
-            nothing can be sent.
+        ValueError: not a profile, an unknown solver, an invalid budget or headroom, or offloading requested although it
+            is impossible.
     """
     tell("planner", f"solving for a budget of {format_bytes(budget) if isinstance(budget, int) else budget}")
     profile = given_profile(profile, "solve")
@@ -276,16 +277,16 @@ def _pieces_named(refusal: Infeasible, profile: Profile) -> Infeasible:
             return refusal
         head = profile.heads[0]
         hint = (
-            f"profile and solve with numerics='rounding' (the {format_bytes(head.output_bytes)} that {head.name} "
-            "returns are then made in pieces)"
+            f"let {head.name} and the loss run in pieces, so that its {format_bytes(head.output_bytes)} of output "
+            "never exist at once: profile and solve with --allow-rounding (numerics='rounding')"
         )
         return replace(refusal, remedy=f"{refusal.remedy}; or {hint}")
     least_bytes = min(map(least_budget_bytes, profile.in_pieces))
     if least_bytes >= refusal.minimum_budget_bytes:
         return refusal
-    pieces = f"in pieces (numerics='rounding') {least_bytes} bytes ({format_bytes(least_bytes)}) are enough"
-    fits = "solve with numerics='rounding'; or " if least_bytes <= refusal.budget_bytes else ""
-    return replace(refusal, reason=f"{pieces}; without, {refusal.reason}", remedy=f"{fits}{refusal.remedy}")
+    pieces = f"in pieces {least_bytes} bytes ({format_bytes(least_bytes)}) are enough"
+    fits = "solve with --allow-rounding (numerics='rounding'), or " if least_bytes <= refusal.budget_bytes else ""
+    return replace(refusal, reason=f"{pieces}; without pieces, {refusal.reason}", remedy=f"{fits}{refusal.remedy}")
 
 
 def _with_exact_programs(

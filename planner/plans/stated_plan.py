@@ -59,13 +59,13 @@ def state(
     time_limit_seconds: float | None = None,
     headroom: str | int = 0,
 ) -> Plan:
-    """The plan that does what ``rules`` state.
+    """Return the plan that follows ``rules``.
 
     Args:
         profile: a Profile or the path of its file.
         rules: Rules, a list of them, or the path of a TOML or JSON file.
-        budget: bytes, ``"8GiB"`` or ``"70%"`` of the unplanned peak. None: what the plan needs. With something left
-            to the solver it has to be given.
+        budget: bytes, ``"8GiB"`` or ``"70%"`` of the unplanned peak. None: the plan's own peak. Required if a part is
+            left to the solver.
         solver: for what is left to the solver; a name of ``solvers.solver_names()``.
         time_limit_seconds: for solvers that search.
         headroom: as for ``solve``; without a budget it comes on top of what the plan needs.
@@ -75,7 +75,7 @@ def state(
         solver (``Plan.restricted``) for those that do what is stated.
 
     Raises:
-        Infeasible: what is stated does not fit the budget; carries the bytes that it needs.
+        Infeasible: the rules do not fit the budget; carries the bytes that they need.
         ChoiceError: as ``resolve_for``.
         ValueError: a stage that cannot be recomputed, or a missing budget.
     """
@@ -91,7 +91,7 @@ def state(
             return _fully_stated(profile, chain, spans, planned_bytes, start)
         if planned_bytes is None:
             raise ValueError(
-                "rules: expected a budget for the stages left to the solver, got none; give one (--budget)"
+                "rules: they leave stages to the solver, which needs a budget; add --budget, or set rest = 'keep'"
             )
         problem = Problem(chain=chain, budget_bytes=planned_bytes)
         return _partly_stated(profile, spans, problem, solver, time_limit_seconds)
@@ -126,8 +126,8 @@ def resolve_for(profile: Profile, rules: Rules) -> ResolvedRules:
             why = "the model is compiled, and compiled code shows no ops"
         remedy = "state it for the whole stage" if why else "profile with these rules (--rules, or rules=...)"
         raise ChoiceError(
-            f"{directive.source}: only stages that were captured as a graph can run some of their ops again, and "
-            f"{record.name!r} was not{f' ({why})' if why else ''}; {remedy}"
+            f"{directive.source}: only a stage that was captured as a graph can recompute single ops, and "
+            f"{record.name!r} was not captured{f' ({why})' if why else ''}; {remedy}"
         )
     return resolved
 
@@ -444,8 +444,8 @@ class _Resolution:
         inner = [k for k in inside if k not in whole]
         if inner and rule.action == "solve":
             raise ChoiceError(
-                f"{self._text(number)}: expected whole stages to solve for, got a module inside stage "
-                f"{self._named[inner[0]].name!r}; name that stage"
+                f"{self._text(number)}: action = 'solve' applies to whole stages, and the named module lies inside "
+                f"stage {self._named[inner[0]].name!r}; name that stage, or state what to do with its ops"
             )
         if not any(ops for modules in inside.values() for ops in modules):
             raise no_op(self._text(number), "", target.module, ())

@@ -62,9 +62,9 @@ def write_report(
     Args:
         plan: with its chain.
         path: a .html file.
-        measured: what was measured of the plan, shown beside its predictions.
-        commands: that give the plan again, one a line; those that are known to do where there are none.
-        plan_file: of the plan, which the commands name; its profile is taken to be beside it.
+        measured: measurements of the plan, shown beside its predictions.
+        commands: the commands that reproduce the plan, one per line; empty for those derived from the plan.
+        plan_file: the path of the plan, used in the commands; the profile is assumed to be in the same folder.
 
     Raises:
         ValueError: another kind of file, a folder that is not there, or a plan of an older release, without its chain.

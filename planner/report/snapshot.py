@@ -27,7 +27,7 @@ def write_snapshot(plan: Plan, path: str | Path) -> None:
 
     Args:
         plan: with its chain.
-        path: of the pickle; dragged onto the viewer it stays on the machine.
+        path: the path of the pickle. Dragging it onto the viewer does not upload it.
 
     Raises:
         ValueError: a folder that is not there, or a plan of an older release, without its chain.

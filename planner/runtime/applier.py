@@ -62,7 +62,7 @@ _PLANNED: weakref.WeakKeyDictionary[nn.Module, Handle] = weakref.WeakKeyDictiona
 
 
 class Handle:
-    """An applied plan; ``remove()`` or leaving the ``with`` block puts the model back.
+    """An applied plan. ``remove()``, or leaving the ``with`` block, restores the model.
 
     Attributes:
         plan: the applied plan.
@@ -145,9 +145,9 @@ def apply(
         model: the model that was profiled, or one with the same stages; also where it was compiled, or wrapped by
             DistributedDataParallel or fully_shard since.
         plan: from ``planner.solve`` or ``Plan.load``, or the path of its file.
-        watch: take the peak of the first steps, from one update to the next, and say once where it is above the
-            budget, by how much and what holds it. None does so on CUDA, where it is free; on the CPU the profiler runs
-            for two steps. That a loop holds gradients or outputs which the plan does not count on is said in any case.
+        watch: measure the peak of the first steps, from one update to the next, and warn once if it is above the
+            budget. None does so only on CUDA, where it is free; on the CPU, torch's profiler runs for two steps.
+            Gradients or outputs that the loop holds and the plan does not count are reported in any case.
         backend: how the programs of captured stages run: ``"eager"`` runs the ops as they are; ``"inductor"`` has
             Inductor compile them, with its numbers, and a peak near the predicted one. It needs a C++ compiler on the
             CPU.
@@ -156,8 +156,8 @@ def apply(
         A handle with ``remove()``; also a context manager.
 
     Raises:
-        PlanMismatch: stage names, parameter shapes, types or ops differ. So says the model's forward where it runs
-            under another autocast or with other shapes than the profiled step, or its parameters have become others.
+        PlanMismatch: stage names, parameter shapes, types or ops differ. Also raised by the model's forward under
+            another autocast, with other shapes, or after its parameters were replaced.
         RankError: ranks apply different plans (of another ``fingerprint``), or it failed on one of them.
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
@@ -241,12 +241,12 @@ def register(model: nn.Module, handle: Handle) -> None:
 
 
 def handle_of(model: nn.Module) -> Handle | None:
-    """The handle of the plan that is applied to ``model``; None where there is none."""
+    """Return the handle of the plan applied to ``model``, or None."""
     return _PLANNED.get(inner_model(model))
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
-    """Measure one training step as it runs now, with whatever plan is applied.
+    """Measure one training step, with the plan that is currently applied, if any.
 
     The workload is left as it was found. Runs one step to warm up, one under
     the memory meter and ``repeats`` timed ones.

@@ -170,9 +170,9 @@ class BatchChecks:
         now = [(StorageWeakRef(storage_of(tensor)), tensor._version) for tensor in tensors if has_storage(tensor)]
         if self._seen is not None and now != self._seen:
             self._warn.say(
-                "planner.apply: the batch is another one than in the step before, and the bytes of a step follow its "
-                f"values: the peak is not promised ({'; '.join(self._follows)}). Profile the batch that takes most, or "
-                "solve with headroom"
+                "planner.apply: the memory of a step depends on the values of its batch, and this batch is not that of "
+                f"the step before ({'; '.join(self._follows)}); the peak may be above the plan's. Profile the batch "
+                "that needs the most memory, or solve with headroom"
             )
             self._follows = ()
         self._seen = now

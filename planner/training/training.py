@@ -102,14 +102,14 @@ def train_planned(
         backend: as for ``apply``.
         retries: how many smaller plans to try. Above 0, model and optimizer states are copied to host memory, so that
             an optimizer's step that fails half way can be undone, too.
-        on_failure: is told each failure that is followed by a retry.
-        on_step: is told the number of each step, from 1, and its loss.
+        on_failure: called with each failure that is followed by a retry.
+        on_step: called after each step with its number, from 1, and its loss.
 
     Raises:
         TrainingInterrupted: by Ctrl-C; carries the losses until then.
-        OutOfMemory: and no retry is left, or no smaller plan; carries the reports.
+        OutOfMemory: memory ran out, and no retry or no smaller plan is left; carries the reports.
         PlanMismatch: a plan for another model or another precision.
-        RankError: memory ran out on this one of several ranks; the others wait for it in vain.
+        RankError: memory ran out on this one of several ranks; the other ranks cannot continue.
         ValueError: no steps, a plan for another kind of device, retries on several ranks, a backend that the plan or
             the device has not, or a step that fails.
     """

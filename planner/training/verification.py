@@ -95,17 +95,17 @@ class Verification:
 def verify(
     workload: Workload, plan: Plan, *, solver: str = "auto", time_limit_seconds: float | None = None
 ) -> Verification:
-    """Run the plan a few steps, and solve again with what was seen.
+    """Run the plan for a few steps, and solve again with the measured seconds.
 
-    Options whose seconds are off by more than a tenth are corrected. Steps without the plan and with it take turns, so
-    both meet the same moods of the machine. What is solved again is the plan's own chain: the same stages, options and
-    bytes, with other seconds. That goes on for three plans at most, or until the plan stays; the one that was measured
-    fastest is handed back, so none is slower than the first.
+    Options whose seconds are off by more than a tenth are corrected. Planned and unplanned steps
+    alternate, so that drift of the machine's speed affects both equally. The plan's own chain is solved again: the same
+    stages, options and bytes, with other seconds. This is repeated for at most three plans, or until the plan no longer
+    changes; the plan measured as fastest is returned, so the result is never slower than the first plan.
 
     Args:
         workload: the training step; its unplanned step has to fit. It is left as it was found.
-        plan: for it, solved for (not manual).
-        solver: that solves again, a name of ``solvers.solver_names()``.
+        plan: a solved (not manual) plan for the workload.
+        solver: the solver for the new plans, a name of ``solvers.solver_names()``.
         time_limit_seconds: for solvers that search.
 
     Returns:

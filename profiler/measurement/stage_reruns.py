@@ -51,7 +51,9 @@ _REMEDIES = {
 }
 
 
-HELD = "its backward keeps what it saved, as does something else (a hook with a graph of its own); it would be twice"
+HELD = (
+    "something else (such as a hook with a graph of its own) holds what it saves: recomputing it would take that twice"
+)
 
 
 def kept_by_hooks(trace: Trace, stages: Sequence[ChosenStage], tensors: Iterable[tuple[int, int]]) -> set[int]:

@@ -50,12 +50,12 @@ class Workload:
             backward and clips; the first time it gives what the step has computed already.
         autocast: None, a dtype (``torch.bfloat16``) or its name; the forward
             and the loss then run under ``torch.autocast``.
-        accumulate: True where gradients are there before the step begins and
-            are added to (gradient accumulation, ``zero_grad(set_to_none=False)``);
+        accumulate: True if gradients exist before the step begins and are
+            added to (gradient accumulation, ``zero_grad(set_to_none=False)``);
             they are then resident.
         scaler: scales the loss before backward, as float16 needs; where gradients
             come out inf or NaN the optimizer's step is left out, and the scale falls.
-        clip_norm: the norm that the optimizers' gradients, unscaled, are clipped to, all together.
+        clip_norm: the norm to which the unscaled gradients of all optimizers are clipped together.
         step: the function that runs one whole training step as it is written in a loop: forward, backward, the
             optimizer's step and clearing gradients, wherever they stand, with any number of micro-batches. What it
             refers to (its closure, globals, the object of a method) is left as it was after measuring, and counts where
@@ -71,7 +71,7 @@ class Workload:
         nodes_keep: whether nodes of its graph keep tensors beyond backward, as a first step showed.
 
     Raises:
-        ValueError: an argument is of another kind than stated.
+        ValueError: an argument has the wrong type.
     """
 
     def __init__(

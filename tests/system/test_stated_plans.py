@@ -228,8 +228,8 @@ def test_checkpoints_cost_what_chen_s_segments_cost(gpt2_profile):
         (Rules(rules=[Rule(modules="*.h.9")]), "h.9' matches .* no module that runs; nearest: "),
         (Rules(rules=[Rule(modules="lm_head")]), "'lm_head' runs outside of stages"),
         (Rules(rules=[Rule(modules="*.mlp", ops="gelu")]), "no op that runs in .*; nearest: "),
-        (Rules(rules=[BLOCKS], rest="solve"), "expected a budget for the stages left to the solver"),
-        (Rules(rules=[Rule(modules="*", action="solve")]), "expected a budget"),
+        (Rules(rules=[BLOCKS], rest="solve"), "which needs a budget; add --budget"),
+        (Rules(rules=[Rule(modules="*", action="solve")]), "which needs a budget"),
     ],
 )
 def test_rules_that_do_not_fit_the_profile_are_refused(gpt2_profile, rules, words):
@@ -248,7 +248,9 @@ def test_a_stage_that_cannot_be_recomputed_is_refused_with_the_reason_and_so_are
         planner.state(profile, Rule(modules="*"))
     with pytest.raises(ValueError, match="checkpoints blocks.1.*'blocks.0'.*tensors into a Cache"):
         planner.state(profile, Rules(checkpoints="blocks.1"))
-    with pytest.raises(ChoiceError, match="captured as a graph .* 'blocks.0' was not .*puts tensors into a Cache"):
+    with pytest.raises(
+        ChoiceError, match="captured as a graph .* 'blocks.0' was not captured .*puts tensors into a Cache"
+    ):
         planner.state(profile, Rule(ops="*"))
     assert decisions(planner.state(profile, Rule(modules="*", action="keep"))) == ["keep"] * 3
 
@@ -292,7 +294,7 @@ def of_blocks(block: type[nn.Module]) -> planner.Workload:
 def test_ops_of_a_stage_that_is_not_captured_are_refused_with_the_reason(block, why, force):
     """By the profile, and by the plan of a profile in which the stages are kept or recomputed as a whole."""
     rule = Rule(modules=block.__name__, ops="tanh", force=force)
-    refusal = f"rule 1 .*only stages that were captured as a graph .*'0' was not .*{why}.*state it for the whole stage"
+    refusal = f"rule 1 .*captured as a graph .*'0' was not captured .*{why}.*state it for the whole stage"
     with pytest.raises(ChoiceError, match=refusal):
         planner.profile(of_blocks(block), stages=[block.__name__], rules=rule, menus=False)
     profile = planner.profile(of_blocks(block), stages=[block.__name__])
@@ -304,7 +306,7 @@ def test_ops_of_a_stage_that_is_not_captured_are_refused_with_the_reason(block, 
 
 def test_ops_of_a_profile_without_captured_stages_are_refused_with_the_remedy():
     profile = planner.profile(gpt2(), menus=False)
-    with pytest.raises(ChoiceError, match="'transformer.h.0' was not; profile with these rules"):
+    with pytest.raises(ChoiceError, match="'transformer.h.0' was not captured; profile with these rules"):
         planner.state(profile, Rule(modules="*.h.*", ops="tanh"))
     assert planner.state(profile, BLOCKS).recomputed_ops > 0
 

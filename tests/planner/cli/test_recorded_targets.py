@@ -128,7 +128,7 @@ def test_a_page_that_could_not_be_written_is_refused_before_training(tiny, tmp_p
 
 def test_a_step_that_was_never_run_whole_is_not_verified(tiny, tmp_path):
     replace(planner.Profile.load(tiny / "profile.json"), frugal=True).save(tmp_path / "frugal.json")
-    assert "--verify: this step does not fit without a plan" in refused(
+    assert "--verify: it compares the planned step with the unplanned one, which does not fit" in refused(
         "solve", tmp_path / "frugal.json", "--budget", "100%", "--verify"
     )
 

@@ -121,7 +121,7 @@ def test_bad_rules_are_refused(files, folder, tmp_path):
     )
     assert "expected TOML" in refused("solve", profile, "--rules", tmp_path / "broken.toml")
     assert "nothere.toml" in refused("profile", target, "--rules", tmp_path / "nothere.toml")
-    assert "expected a budget for the stages left" in refused(
+    assert "which needs a budget; add --budget" in refused(
         "solve", folder / "rest.profile.json", "--rules", folder / "rest.toml"
     )
     assert not (tmp_path / "p.json").exists()

@@ -40,7 +40,7 @@ def test_auto_is_what_the_allocator_took_as_it_was_profiled(blocks):
 def test_auto_is_refused_where_nothing_showed_it(blocks):
     with pytest.raises(ValueError, match="does not say what the allocator takes"):
         headroom_from("auto", replace(blocks, device="cuda:0"))
-    with pytest.raises(ValueError, match="'auto' is neither .* or auto with a profile"):
+    with pytest.raises(ValueError, match="'auto' is neither .* or auto where one profile is planned"):
         headroom_from("auto")
 
 

@@ -84,7 +84,7 @@ def test_where_nothing_can_be_sent_the_plan_does_without_and_says_why(blocks: Pr
         (Offload(link_gbps=0), "speed is 0"),
         (Offload(link_gbps=1, host_memory="1KiB"), "not even the smallest tensor"),
         (Offload(link_gbps=1, host_memory=0), "not even the smallest tensor"),
-        (Offload(host_memory="1GiB"), "no link is known"),
+        (Offload(host_memory="1GiB"), "no link to host memory"),
     ]:
         link, reason = usable_link(offload_request, chain, None)
         assert link is None and why in reason
@@ -238,7 +238,7 @@ def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_pa
     ("flags", "said"),
     [
         (["--no-offload", "--offload-only"], "got both"),
-        (["--offload-only"], "no link is known"),
+        (["--offload-only"], "no link to host memory"),
         (["--link-gbps", "-1"], "a number greater than or equal to 0"),
         (["--devices-per-link", "0"], "a number greater than or equal to 1"),
         (["--host-memory", "much"], "expected a size"),

@@ -27,7 +27,7 @@ def test_what_is_proven_is_infeasible(moment: str) -> None:
 
 @pytest.mark.parametrize("moment", ["backward", "run"])
 def test_where_nothing_is_proven_the_status_says_so(moment: str) -> None:
-    words = "not proven that there is none.*known to be enough is 401 bytes.*allow more time, or raise the budget"
+    words = "not proven that none exists.*known to be enough is 401 bytes.*allow more time, or raise the budget"
     with pytest.raises(planner.Infeasible, match=words) as refused:
         require_schedule(none_found("unknown", moment), 380, "auto")
     again = pickle.loads(pickle.dumps(refused.value))

@@ -207,7 +207,10 @@ def test_lines_say_what_rules_came_to():
         ([Rule(ops=5)], "'#5' matches the kind, name or number of no op"),
         ([Rule(modules="*.off")], "'\\*.off' runs no ops"),
         ([Rule(modules="*.off:gelu")], "runs no ops"),
-        ([Rule(modules="*.mlp", action="solve")], "whole stages to solve for, got a module inside stage 'body.h.0'"),
+        (
+            [Rule(modules="*.mlp", action="solve")],
+            "applies to whole stages, and the named module lies inside stage 'body.h.0'",
+        ),
         (
             [Rule(modules="body.h.0"), Rule(modules="*", action="keep")],
             "take back as a whole, got rule 1 .* and after it rule 2 ",
