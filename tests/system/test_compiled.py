@@ -308,7 +308,7 @@ def test_a_stage_with_something_compiled_inside_is_recomputed_as_a_whole() -> No
 def test_rules_for_single_ops_of_a_compiled_model_are_refused() -> None:
     work = workload("dropout")
     whole_by_method(work)
-    with pytest.raises(ChoiceError, match=r"captured as a graph can run some of their ops.*'blocks\.0'.*compiled"):
+    with pytest.raises(ChoiceError, match=r"captured as a graph can recompute single ops.*'blocks\.0'.*compiled"):
         planner.profile(work, stages=BLOCKS, rules=Rule(modules="blocks.*", ops="gelu"))
 
 
