@@ -449,8 +449,8 @@ class DroppingForward(MarkedStep):
 
     Args:
         probe, meter: the same as for ``MarkedStep``.
-        hold_all: whether every stage's input and output is held (to recompute it); else only inputs that are no output
-            of the stage before, as a plan would.
+        hold_all: whether every stage's input and output is held (to recompute it); if not, an input is held only if
+            it is not the output of the stage before, as under a plan.
         on_stage: called with each stage's number and call as it ends; holds nothing of it where nothing is to be held.
 
     Attributes:

@@ -98,7 +98,7 @@ def beside_bytes(workload: Workload, set_aside_bytes: int = 0) -> int:
 
 
 def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
-    """Measures a step in this process, for ``planner.measure``; arguments and errors are as there."""
+    """Measures a step in this process; takes the arguments of ``planner.measure``, and raises the same errors."""
     check_workload(workload, "measure")
     if repeats < 1:
         raise ValueError(f"measure: expected repeats of at least 1, got {repeats}; pass a whole number")

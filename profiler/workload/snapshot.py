@@ -206,7 +206,7 @@ def _remember(workload: Workload, back: Restoring) -> None:
 
 
 def _functions(workload: Workload) -> list[Any]:
-    """Returns the functions of a step that are no modules, and the batch that they run on."""
+    """Returns the step's functions other than modules, and the batch that they run on."""
     step = [] if workload.custom_step is None else [workload.custom_step.function]
     loss = [] if workload.loss is None or isinstance(workload.loss, nn.Module) else [workload.loss]
     return [*step, *loss, workload.inputs]

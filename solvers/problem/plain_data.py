@@ -118,7 +118,7 @@ def check_budget(budget_bytes: Any) -> None:
 
 
 def check_time_limit(time_limit_seconds: float | None) -> None:
-    """Raises ValueError for a limit that is no time above zero; None stands for the default."""
+    """Raises ValueError unless a time limit is positive; None stands for the default."""
     if time_limit_seconds is not None and not (time_limit_seconds > 0):
         raise ValueError(
             f"a time limit: expected seconds above zero, got {time_limit_seconds!r}; leave it out for the default"
