@@ -18,6 +18,7 @@ from profiler.agreement import agreed, first_failure, gathered
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, Place, memory_meter, time_meter
 from profiler.measurement.stage_probe import FirstRun
+from profiler.recomputation.saved_tensors import PLAIN_OR_FAKE
 from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage
 from profiler.trace.call_program import BoundProgram, CallProgram
 from profiler.trace.captured_call import CapturedCall, GradientLayouts
@@ -145,7 +146,7 @@ class KindCapture:
         if first.state.units.inside:
             return "it has units of fully_shard inside"
         with first.state.units.gathered():
-            if any(type(p) not in (nn.Parameter, torch.Tensor) for p in call.module.parameters()):
+            if any(type(p) not in PLAIN_OR_FAKE for p in call.module.parameters()):
                 return "its parameters are of a type of their own"
         if casts_as_unit(call.module, tensors_in(first.arguments)):
             return "as a unit of fully_shard it casts what it is given, or returns"
@@ -499,9 +500,8 @@ def _on_host(name: str, value: Any) -> Any:
 def _like(value: Any, sizes: StorageSizes) -> Any:
     if not isinstance(value, Tensor):
         return value
-    storage = torch.empty(sizes.of(value), dtype=torch.uint8, device=value.device).untyped_storage()
-    made = torch.empty(0, dtype=value.dtype, device=value.device)
-    made.set_(storage, value.storage_offset(), value.shape, value.stride())
+    whole = torch.empty(-(-sizes.of(value) // value.dtype.itemsize), dtype=value.dtype, device=value.device)
+    made = whole.as_strided(value.shape, value.stride(), value.storage_offset())
     if value.dtype.is_floating_point or value.dtype.is_complex:
         return made.uniform_() if 0 not in value.stride() else made.fill_(0.5)  # Both may be probabilities.
     return made.zero_()

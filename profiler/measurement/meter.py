@@ -18,6 +18,7 @@ from torch import Tensor
 from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents, requested_bytes
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
+from profiler.simulation.simulated_device import SimulatedDevice, simulated_device
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes
 from profiler.workload.random_states import RandomState
@@ -87,6 +88,8 @@ def memory_meter(device: torch.device, resident_bytes: int, state: TensorsOfStat
     Raises:
         ValueError: another kind of device.
     """
+    if (simulated := simulated_device()) is not None:
+        return _SimulatedMemoryMeter(simulated, resident_bytes)
     if device.type == "cpu":
         return _CpuMemoryMeter(resident_bytes, state)
     if device.type == "cuda":
@@ -102,6 +105,8 @@ def step_memory_meter(workload: Workload) -> Meter:
 
 def time_meter(device: torch.device) -> Meter:
     """The meter of seconds for ``device``: wall clock on the CPU, events on CUDA."""
+    if (simulated := simulated_device()) is not None:
+        return _SimulatedTimeMeter(simulated)
     return _CudaTimeMeter(device) if device.type == "cuda" else _CpuTimeMeter()
 
 
@@ -233,6 +238,44 @@ class _CudaMemoryMeter:
         return self._phases
 
 
+class _SimulatedMemoryMeter:
+    """Reads the bytes that a simulated device counts."""
+
+    def __init__(self, device: SimulatedDevice, resident_bytes: int) -> None:
+        self._device, self._resident_bytes = device, resident_bytes
+        self._shift_bytes = 0
+        self._mark = Mark("forward")
+        self._start_bytes = 0
+        self._phases: MarkedPhases = []
+
+    def start(self, mark: Mark, warm_up: WarmUp = None) -> None:
+        if warm_up is not None:
+            warm_up()
+        self._shift_bytes = self._resident_bytes - self._device.live_bytes
+        self._begin(mark)
+
+    def _begin(self, mark: Mark) -> None:
+        self._device.forget_peak()
+        self._mark, self._start_bytes = mark, self._device.live_bytes + self._shift_bytes
+
+    def _end(self) -> None:
+        device, shift = self._device, self._shift_bytes
+        phase = Phase(
+            start_bytes=self._start_bytes,
+            peak_bytes=device.peak_bytes + shift,
+            end_bytes=device.live_bytes + shift,
+        )
+        self._phases.append((self._mark, phase))
+
+    def mark(self, mark: Mark) -> None:
+        self._end()
+        self._begin(mark)
+
+    def stop(self) -> MarkedPhases:
+        self._end()
+        return self._phases
+
+
 _LETTING_GO_SECONDS = 2e-3  # gloo's threads need far less where a core is free
 
 
@@ -338,6 +381,15 @@ class _CudaTimeMeter(_CpuTimeMeter):
     def _seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1000.0
+
+
+class _SimulatedTimeMeter(_CpuTimeMeter):
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def _now(self) -> float:
+        return self._device.seconds
 
 
 def metered(meter: Meter, run: Callable[[], Any], warm_up: WarmUp = None) -> Phase:

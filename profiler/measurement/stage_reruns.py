@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.agreement import any_rank, first_failure, gathered
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
-from profiler.recomputation.saved_tensors import PLAIN_TENSORS, SignatureCheck, change_counter, version_of
+from profiler.recomputation.saved_tensors import PLAIN_OR_FAKE, SignatureCheck, change_counter, version_of
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.data_parallel import SHARDING
@@ -127,7 +127,7 @@ class RerunsAtOnce:
             known = _rerun(first, self._device, compiled=False)
             self._first_of.setdefault(self._kinds[position], known)
         self._reruns[position] = known
-        plain = [t for t in tensors_in(first.arguments) if type(t) in PLAIN_TENSORS and has_storage(t)]
+        plain = [t for t in tensors_in(first.arguments) if type(t) in PLAIN_OR_FAKE and has_storage(t)]
         self._inputs[position] = [(change_counter(t), version_of(t)) for t in plain if not t.is_inference()]
 
     def finished(self) -> list[RerunTimes]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_parts import storage_key
@@ -26,6 +27,7 @@ leave_uncompiled(__name__)
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 PLAIN_TENSORS = (Tensor, nn.Parameter)  # the types whose memory is all that they are
+PLAIN_OR_FAKE = (*PLAIN_TENSORS, FakeTensor)  # a simulated device's have a layout, and no values
 
 
 class RerunError(RuntimeError):
@@ -217,7 +219,7 @@ def signature_of(tensor: Tensor, *, values: bool = True) -> SavedSignature:
         values: whether its values count.
     """
     layout = tensor.layout
-    if layout is not torch.strided or type(tensor) not in PLAIN_TENSORS:
+    if layout is not torch.strided or type(tensor) not in PLAIN_OR_FAKE:
         shape = torch.Size(()) if tensor.is_nested else tensor.shape  # Ragged lengths are no plain numbers.
         return SavedSignature(shape, (), tensor.dtype, layout, ())
     return SavedSignature(tensor.shape, tensor.stride(), tensor.dtype, layout, some_values_of(tensor) if values else ())

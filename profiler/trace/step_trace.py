@@ -207,7 +207,7 @@ class StepRecorder(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         # Marks of the user's, or of an optimizer's zero_grad; what gathers parameters is no op of the model, either.
-        beside = func.namespace == "profiler" or SHARDING.get()
+        beside = func.namespace in ("profiler", "prim") or SHARDING.get()
         if self.paused or beside or (self._leaves_out_reruns and RERUN_DEPTH.get() > 0):
             return func(*args, **kwargs)
         if func.namespace == COLLECTIVES:
