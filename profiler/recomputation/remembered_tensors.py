@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, RerunError, tensor_over, version_of
 from profiler.workload.tensor_parts import storage_key
@@ -32,6 +33,8 @@ def uncounted_copy(tensor: Tensor, most_spread: float = _MOST_SPREAD) -> Uncount
         tensor: the tensor to copy.
         most_spread: the most elements of its storage from its first to its last one, as a multiple of its own.
     """
+    if isinstance(tensor, FakeTensor):  # Of a simulated device: there are no values to copy.
+        return UncountedCopy(tensor, 0)
     if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
         return None
     if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
@@ -58,7 +61,8 @@ class UncountedCopy:
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
         self._values: bytes | Tensor
         if tensor.is_cpu:  # Not by ``tensor.numpy()``: a storage that numpy has seen can never be resized again.
-            self._values = bytes((ctypes.c_char * (span * tensor.itemsize)).from_address(tensor.data_ptr()))
+            size_bytes = span * tensor.itemsize
+            self._values = ctypes.string_at(tensor.data_ptr(), size_bytes) if span else b""
         else:
             with torch.no_grad(), torch._C._DisableTorchDispatch():
                 flat = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
@@ -90,7 +94,8 @@ class UncountedCopy:
         lies = tensor.size(), tensor.stride(), tensor.dtype
         same = lies == (self._size, self._stride, self._dtype) and tensor.is_cpu
         if same and isinstance(self._values, bytes) and _has_memory(tensor, _span(tensor)):
-            ctypes.memmove(tensor.data_ptr(), self._values, len(self._values))
+            if self._values:
+                ctypes.memmove(tensor.data_ptr(), self._values, len(self._values))
             return
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             values = self.on(tensor.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from profiler.recomputation.op_schema import traits_of
 
 # Larger tensors of whole numbers are fake as well.
 MOST_REAL_BYTES = 64 * 2**20
@@ -54,6 +57,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.seconds = 0.0
         self._costs = costs
         self._size_bytes: dict[int, int] = {}  # by storage
+        self._writes: Counter[int] = Counter()
+        self._copies: dict[int, tuple[int, int]] = {}  # the storage that one is a copy of, and its writes by then
 
     def forget_peak(self) -> None:
         """The peak is what is alive now."""
@@ -75,6 +80,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _let_go(self, key: int) -> None:
         self.live_bytes -= self._size_bytes.pop(key)
+        self._writes.pop(key, None)
+        self._copies.pop(key, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,7 +89,7 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":  # Asks for a fake tensor's device.
             return func(*args, **kwargs)
-        result = _run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         made = _tensors_in(result)
         transient_bytes = self._costs.transient_bytes(func, args, kwargs, result)
         for tensor in made:
@@ -91,39 +98,56 @@ class SimulatedDevice(TorchDispatchMode):
         self.seconds += self._costs.seconds(func, args, kwargs, result)
         return result
 
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op on fake tensors, or for real where it makes whole numbers of whole numbers."""
+        given = _tensors_in((args, kwargs))
+        if any(isinstance(tensor, FakeTensor) for tensor in given):
+            return self._run_fake(func, args, kwargs, given)
+        if func not in _READERS:
+            result = func(*args, **kwargs)
+            if not all(map(_is_whole, (*given, *_tensors_in(result)))):
+                return result
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op on fake tensors, or for real where it makes whole numbers of whole numbers."""
-    given = _tensors_in((args, kwargs))
-    if any(isinstance(tensor, FakeTensor) for tensor in given):
-        return _run_fake(func, args, kwargs, given)
-    if func in _READERS:
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
-    result = func(*args, **kwargs)
-    if all(map(_is_whole, (*given, *_tensors_in(result)))):
-        with unset_fake_temporarily():
-            return func(*args, **kwargs)
-    return result
+    def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+        """Runs an op on fake tensors; whoever asks for values is told what a step without accidents would show."""
+        if func is _aten._local_scalar_dense.default:
+            return _ORDINARY.get(given[0].dtype, 1.0 if given[0].is_floating_point() else 1)
+        if func in _READERS:
+            return self._are_same(*given)
+        result = func(*args, **kwargs)
+        traits = traits_of(func)
+        renewed = [args[i] for i in traits.statistics if i < len(args)] if traits.renews_statistics(args) else []
+        for tensor in (*traits.writes(args, kwargs), *_tensors_in(renewed)):
+            self._writes[_key(tensor)] += 1
+        if func is _aten.clone.default:
+            source = _key(given[0])
+            self._copies[_key(result)] = source, self._writes[source]
+        if traits.random:
+            with unset_fake_temporarily():
+                torch.empty(1).uniform_()  # Random generators advance.
+        if func._schema.name in ("aten::any", "aten::all") and result.dtype is torch.bool:
+            with unset_fake_temporarily():  # Nothing is NaN, nothing lies outside of what is asked for.
+                return torch.full(result.shape, func._schema.name == "aten::all")
+        return result
+
+    def _are_same(self, left: Tensor, right: Tensor) -> bool:
+        """Whether two tensors would have equal values; a copy has those of its source until that is written to."""
+        for copied, source in ((_key(left), _key(right)), (_key(right), _key(left))):
+            of, writes = self._copies.get(copied, (None, 0))
+            if of == source:
+                return self._writes[source] == writes
+        return True
 
 
 # Ops that hand values to Python.
 _READERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}
+_ORDINARY: dict[torch.dtype, Any] = {torch.bool: False}  # of values that nobody knows
 
 
-def _run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-    """Runs an op on fake tensors; whoever asks for their values is told what a step without accidents would show."""
-    if func is _aten._local_scalar_dense.default:
-        if given[0].dtype is torch.bool:
-            return False
-        return 1.0 if given[0].is_floating_point() else 1
-    if func in _READERS:
-        return True
-    result = func(*args, **kwargs)
-    if func._schema.name in ("aten::any", "aten::all") and result.dtype is torch.bool:
-        with unset_fake_temporarily():  # Nothing is NaN, nothing lies outside of what is asked for.
-            return torch.full(result.shape, func._schema.name == "aten::all")
-    return result
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -160,7 +184,7 @@ def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
 
 @contextlib.contextmanager
 def _swaps_of(fakes: FakeTensorMode) -> Iterator[None]:
-    """Lets ``Module.to`` swap fake parameters: a mode remembers fakes by weak references, which ``swap_tensors`` refuses."""
+    """Lets ``Module.to`` swap fake parameters: their mode refers to them weakly, which ``swap_tensors`` refuses."""
     swap_tensors, remembered = torch.utils.swap_tensors, fakes.fake_tensor_converter.meta_converter.tensor_memo
 
     def swap(first: Tensor, second: Tensor) -> None:
