@@ -103,7 +103,8 @@ class SimulatedDevice(TorchDispatchMode):
         given = _tensors_in((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             return self._run_fake(func, args, kwargs, given)
-        if func not in _READERS:
+        in_place = func._schema.is_mutable and all(map(_is_whole, given))
+        if func not in _READERS and not in_place:  # What is written to would be written to twice.
             result = func(*args, **kwargs)
             if not all(map(_is_whole, (*given, *_tensors_in(result)))):
                 return result
