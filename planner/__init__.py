@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from planner.capacity.batch_search import max_batch as max_batch
     from planner.capacity.rank_advice import advise_rank as advise_rank
     from planner.explain.state_table import model_states as model_states
+    from planner.plans.estimating import estimate as estimate
     from planner.plans.offload_request import Offload as Offload
     from planner.plans.pareto_curves import pareto as pareto
     from planner.plans.plan import Plan as Plan
@@ -44,6 +45,7 @@ _NAMES = {
     "planner.capacity.batch_search": "max_batch",
     "planner.capacity.rank_advice": "advise_rank",
     "planner.explain.state_table": "model_states",
+    "planner.plans.estimating": "estimate",
     "planner.plans.offload_request": "Offload",
     "planner.plans.pareto_curves": "pareto",
     "planner.plans.plan": "Plan",

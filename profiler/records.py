@@ -380,6 +380,35 @@ class LeftOutRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateRecord:
+    """What a profile stands on that no device has measured.
+
+    Attributes:
+        device: the name of the device.
+        origin: of what is known of it: ``data sheet``, or ``calibrated`` on the device itself.
+        memory_bytes: that a step may have on it.
+        least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
+        margin_bytes: by which the peak may be higher than predicted.
+        margin: why, in words; empty without one.
+    """
+
+    device: str
+    origin: Literal["data sheet", "calibrated"]
+    memory_bytes: Bytes
+    least_seconds: Rate
+    most_seconds: Rate
+    margin_bytes: Bytes = 0
+    margin: str = ""
+
+    def in_words(self) -> str:
+        """What it is that no device has measured, and how far off it may be."""
+        of = "its data sheet" if self.origin == "data sheet" else "ops timed on it"
+        text = f"for {self.device}, from {of}; the time may be {self.least_seconds:g} to {self.most_seconds:g} times as"
+        text += " long"
+        return f"{text}, the peak {self.margin_bytes:,} bytes higher: {self.margin}" if self.margin_bytes else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRecord:
     """The last layer of a model, which may wait for its loss and then run a few rows at a time.
 
@@ -481,6 +510,7 @@ class Profile:
         pieces: the parts that ran in pieces in all measured steps; None where none did.
         in_pieces: the same step with its head, and if measured also modules, in pieces.
         target: the command-line target of the workload; None for a workload created in Python.
+        estimate: the device that bytes and seconds are estimated for; None where they were measured.
     """
 
     model_class: str
@@ -514,13 +544,20 @@ class Profile:
     heads: tuple[HeadRecord, ...] = ()
     pieces: PiecesRecord | None = None
     in_pieces: tuple[Profile, ...] = ()
+    estimate: EstimateRecord | None = None
 
     def __repr__(self) -> str:
         stages = sum(stage.kind == "stage" for stage in self.stages)
+        kind = "Estimated profile" if self.estimated else "Profile"
         return (
-            f"<Profile of {self.model_class} on {self.device}, {self.precision}: {stages} stages, unplanned peak "
+            f"<{kind} of {self.model_class} on {self.device}, {self.precision}: {stages} stages, unplanned peak "
             f"{self.unplanned_peak_bytes:,} bytes, {self.unplanned_seconds:.3g} s a step>"
         )
+
+    @property
+    def estimated(self) -> bool:
+        """Whether its numbers were estimated, and not measured."""
+        return self.estimate is not None
 
     def _check_positions(self) -> None:
         """Raises ValueError where it refers to a stage or a menu that it does not have."""

@@ -1,4 +1,4 @@
-"""The commands: profile, solve, pareto, train, compare, max-batch, show, advise and demo.
+"""The commands: profile, solve, pareto, train, compare, estimate, calibrate, max-batch, show, advise and demo.
 
 What a command needs is imported when it runs, so that help is there at once, and work on files loads no torch.
 """
@@ -13,6 +13,7 @@ import typer
 from planner import __version__
 from planner.cli.arguments import ManyValues, PlannerGroup
 from planner.cli.capacity import advise_command, max_batch_command
+from planner.cli.estimate import calibrate_command, estimate_command
 from planner.cli.options import (
     PARETO_SECONDS,
     AsJson,
@@ -159,6 +160,8 @@ def compare_command(
         )
 
 
+app.command("estimate", cls=ManyValues)(estimate_command)
+app.command("calibrate")(calibrate_command)
 app.command("max-batch", cls=ManyValues)(max_batch_command)
 app.command("show", cls=ManyValues)(show_command)
 app.command("advise", cls=ManyValues)(advise_command)

@@ -17,7 +17,7 @@ from planner.plans.solving import feasible_solution, solver_for
 from planner.plans.sources import Source, problem_from
 from planner.units import parse_bytes
 from profiler.json_files import from_plain, to_plain
-from profiler.records import LeftOutRecord, PiecesRecord, Profile
+from profiler.records import EstimateRecord, LeftOutRecord, PiecesRecord, Profile
 from profiler.target_record import TargetRecord
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.baselines import keep_all_replay
@@ -65,8 +65,9 @@ class SolutionSummary:
 
     Fields that are None are those that this kind of problem does not have; JSON leaves them out. Of a plan alone are
     ``model_class`` to ``precision``, ``headroom_bytes``, ``recomputed_ops`` and, where something was stated manually,
-    ``stated`` and ``restricted``, where blocks cannot run again ``left_out``, and where what is unplanned was computed
-    ``frugal``; a graph problem has no ``host_bytes`` to ``link``.
+    ``stated`` and ``restricted``, where blocks cannot run again ``left_out``, where what is unplanned was computed
+    ``frugal``, and where nothing was measured ``estimated`` and ``estimate``; a graph problem has no ``host_bytes`` to
+    ``link``.
     """
 
     model_class: str | None = None
@@ -100,6 +101,8 @@ class SolutionSummary:
     pieces: PiecesRecord | None = None
     left_out: tuple[LeftOutRecord, ...] | None = None
     frugal: bool | None = None
+    estimated: bool | None = None
+    estimate: EstimateRecord | None = None
     stages: tuple[StageSummary, ...]
 
     @property
@@ -124,6 +127,7 @@ def summary_of_plan(plan: Plan) -> SolutionSummary:
         other_bits=plan.other_bits or None,
         left_out=plan.left_out or None,
         frugal=plan.frugal or None,
+        estimated=True if plan.estimate is not None else None,
     )
     return summary if plan.stated else replace(summary, stated=None, restricted=None)
 

@@ -22,7 +22,8 @@ from planner.explain.tables import (
 from planner.plans.plan import pieces_in_words
 from planner.plans.refusals import blocks_in_words
 from planner.units import counted, exact_bytes, format_bytes, format_seconds, names_in_short
-from profiler.records import LeftOutRecord, OpRecord, PiecesRecord, Profile, StageRecord
+from profiler.device_record import BY_FLOPS, DeviceRecord
+from profiler.records import EstimateRecord, LeftOutRecord, OpRecord, PiecesRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,6 +127,7 @@ def _claims(summary: SolutionSummary) -> list[tuple[str, str]]:
             "predicted peak",
             f"{exact_bytes(peak_bytes)}: {share} of the {_unplanned(summary.frugal)} {format_bytes(unplanned_bytes)}",
         ),
+        *([] if summary.estimate is None else [("estimated", summary.estimate.in_words())]),
         *_unsteady(summary.unsteady or ()),
         *_other_bits(summary.other_bits or ()),
         *_pieces(summary.pieces),
@@ -228,7 +230,8 @@ def _status(summary: SolutionSummary) -> str:
 
 def profile_report(profile: Profile) -> RenderableType:
     """A profile's stages, why some cannot be recomputed, and the step as a whole."""
-    title = f"Profile of {profile.model_class} on {profile.device} ({profile.precision})"
+    kind = "Estimated profile" if profile.estimated else "Profile"
+    title = f"{kind} of {profile.model_class} on {profile.device} ({profile.precision})"
     columns = ["forward\nms", "backward\nms", "kept", "boundary", "rerun\nms", "rerun\nops"]
     table = plain_table(title, ["stage"], columns)
     reasons: dict[tuple[str, str], int] = {}
@@ -246,6 +249,51 @@ def profile_report(profile: Profile) -> RenderableType:
     notes += note_on_rows(path_of(profile.stages), any(len(records) > 1 for _, records in rows))
     below = facts([*_step(profile), *_left_out(profile.left_out)])
     return Group(table, *([facts(notes), ""] if notes else []), below)
+
+
+def estimate_report(profile: Profile, summary: SolutionSummary | None) -> RenderableType:
+    """What a step takes on a device that was not there: whether it fits, what makes it, and the range of its time.
+
+    Args:
+        profile: the estimated one.
+        summary: the plan; None where none fits.
+    """
+    estimate, resident = profile.estimate, profile.resident
+    assert estimate is not None
+    room = estimate.memory_bytes - profile.unplanned_peak_bytes
+    fits = f"fits, {format_bytes(room)} free" if room >= 0 else f"{format_bytes(-room)} more than the device has"
+    parts = [("parameters", resident.parameters), ("gradients", profile.made_gradient_bytes + resident.gradients)]
+    parts += [("optimizer", resident.optimizer), ("buffers", resident.buffers), ("batch", resident.inputs)]
+    activations_bytes = max(0, profile.unplanned_peak_bytes - profile.states_bytes - resident.inputs)
+    rows = [
+        ("device", f"{estimate.device}, {format_bytes(estimate.memory_bytes)} for a step"),
+        ("model states", ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)),
+        ("without a plan", f"peak {format_bytes(profile.unplanned_peak_bytes)}: {fits}"),
+        ("", f"{format_bytes(activations_bytes)} of it are activations and what ops take meanwhile"),
+        ("", f"a step takes {_seconds_range(profile.unplanned_seconds, estimate)}"),
+    ]
+    if summary is not None:
+        planned = f"peak {format_bytes(summary.predicted_peak_bytes)}; a step takes "
+        rows.append(("planned", planned + _seconds_range(summary.predicted_seconds, estimate)))
+    return facts(rows)
+
+
+def _seconds_range(seconds: float, estimate: EstimateRecord) -> str:
+    low, high = seconds * estimate.least_seconds, seconds * estimate.most_seconds
+    return f"{format_seconds(low)} to {format_seconds(high)}"
+
+
+def device_report(device: DeviceRecord) -> RenderableType:
+    """The rates of a device, each at its smallest and its largest work."""
+    table = plain_table(f"{device.name}, {device.origin}", ["op", "type"], ["smallest", "largest", "per second"])
+    for rate in device.rates:
+        if not rate.points:
+            continue
+        (_, least), (work, most) = rate.points[0], rate.points[-1]
+        unit = "FLOP" if rate.kind in BY_FLOPS else "B"
+        cells = (format_seconds(least), format_seconds(most), f"{work / most / 1e9:,.1f} G{unit}")
+        table.add_row(rate.kind, rate.dtype or "any", *cells)
+    return table
 
 
 def _left_out(records: Sequence[LeftOutRecord]) -> list[tuple[str, str]]:
@@ -290,7 +338,9 @@ def _step(profile: Profile) -> list[tuple[str, str]]:
         *(("follows the batch", line) for line in profile.batch_sized),
         ("unplanned time", f"{format_seconds(profile.unplanned_seconds)} a step{computed}"),
         ("resident", f"{format_bytes(resident.total)}: {listed}"),
-        ("measured on", f"{profile.device_name}, torch {profile.torch_version}"),
+        ("measured on", f"{profile.device_name}, torch {profile.torch_version}")
+        if profile.estimate is None
+        else ("estimated", profile.estimate.in_words()),
         ("fingerprint", profile.fingerprint),
     ]
     if profile.optimizer.seconds:

@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
+from profiler.simulation.simulated_device import simulated_device
+
 FEWEST_RANKS = 2
 
 
@@ -68,10 +70,14 @@ class Traffic:
     def gathered(self, whole_bytes: int, ranks: int) -> None:
         """Everyone has everything."""
         self.sent_bytes += whole_bytes * (ranks - 1) // ranks
+        if (device := simulated_device()) is not None:
+            device.communicate(whole_bytes, ranks, awaited=True)
 
     def reduced(self, whole_bytes: int, ranks: int) -> None:
         """Everyone has the sum of a part."""
         self.sent_bytes += whole_bytes * (ranks - 1) // ranks
+        if (device := simulated_device()) is not None:
+            device.communicate(whole_bytes, ranks, awaited=False)
 
 
 def simulate_collectives(model: nn.Module) -> Traffic:
@@ -95,10 +101,16 @@ def _summed(bucket: dist.GradBucket, traffic: Traffic) -> torch.futures.Future[T
     """A bucket of gradients whose mean over ranks is there: the fake group's own future has no result."""
     mean, ranks = bucket.buffer(), dist.get_world_size()
     traffic.reduced(mean.nbytes, ranks)
-    traffic.gathered(mean.nbytes, ranks)
+    traffic.reduced(mean.nbytes, ranks)  # What is gathered again, which nothing waits for before backward ends.
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(mean)
     return future
+
+
+def _is_gloo(tensor: Tensor) -> bool:
+    """Whether ranks with such tensors would communicate through gloo, which allocates buffers of its own."""
+    device = simulated_device()
+    return tensor.device.type == "cpu" if device is None else device.record.kind == "cpu"
 
 
 class _Buffers(Comm):
@@ -118,7 +130,7 @@ class _AllGather(_Buffers, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         self.traffic.gathered(output_tensor.nbytes, group.size())
-        beside = torch.empty_like(output_tensor) if output_tensor.device.type == "cpu" else None
+        beside = torch.empty_like(output_tensor) if _is_gloo(output_tensor) else None
         for rank, part in enumerate(output_tensor.chunk(group.size())):
             if rank != group.rank():  # Its own part is where the input lies.
                 part.copy_(input_tensor)
@@ -138,7 +150,7 @@ class _ReduceScatter(_Buffers, ReduceScatter):
     ) -> None:
         self.traffic.reduced(input_tensor.nbytes, group.size())
         summed = input_tensor
-        if input_tensor.device.type == "cpu":
+        if _is_gloo(input_tensor):
             summed = input_tensor.clone()
             if op == dist.ReduceOp.AVG:
                 summed /= 1  # Dividing makes a number or two.

@@ -15,7 +15,15 @@ from planner.pictures import AliveDuring, SvgPicture, html_table, small_timeline
 from planner.plans.offload_request import link_document, link_from
 from planner.units import counted, format_bytes, format_seconds, names_in_short
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
-from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes, StageRecord
+from profiler.records import (
+    WHOLE_MODEL,
+    EstimateRecord,
+    LeftOutRecord,
+    MenuRecord,
+    PiecesRecord,
+    ResidentBytes,
+    StageRecord,
+)
 from profiler.target_record import TargetRecord
 from solvers.problem.chain import Chain, Link
 from solvers.problem.schedule import RUNS, TRANSFERS, Action, Schedule
@@ -138,6 +146,7 @@ class Plan:
         saved_seconds: seconds of the unplanned step that the plan saves: gathers of parameters, and the head all at
             once; below zero where pieces take longer.
         pieces: the head together with its loss, and the modules, that run in pieces; None where nothing does.
+        estimate: as in the profile: the device that all numbers are estimated for; None where they were measured.
     """
 
     model_class: str
@@ -183,6 +192,7 @@ class Plan:
     in_flight: tuple[tuple[int, int], ...] = ()
     saved_seconds: float = 0.0
     pieces: PiecesRecord | None = None
+    estimate: EstimateRecord | None = None
 
     @property
     def slowdown(self) -> float:
@@ -207,7 +217,11 @@ class Plan:
         return tuple(self.stages[k].name for k, menu in menus.items() if menu.other_bits)
 
     def __repr__(self) -> str:
-        return f"<Plan of {self.model_class}: {'; '.join(self._claims())}>"
+        return f"<{self._title()}: {'; '.join(self._claims())}>"
+
+    def _title(self) -> str:
+        estimated = "" if self.estimate is None else f", estimated for {self.estimate.device}"
+        return f"Plan of {self.model_class}{estimated}"
 
     def _repr_html_(self) -> str:
         """For notebooks: the first lines of ``summary``, a table of decisions, and the timeline."""
@@ -235,7 +249,9 @@ class Plan:
         least = self.lower_bound_seconds / self.unplanned_seconds if self.unplanned_seconds > 0 else 1.0
         bound = f"no such plan is faster than {least:.3g} times it"
         unplanned = f"unplanned {format_bytes(self.unplanned_peak_bytes)}, {format_seconds(self.unplanned_seconds)}"
-        return "\n".join([f"Plan of {self.model_class} ({where})", *self._claims(), unplanned, f"{found}; {bound}"])
+        estimated = [] if self.estimate is None else [f"estimated {self.estimate.in_words()}"]
+        head = f"Plan of {self.model_class} ({where})"
+        return "\n".join([head, *estimated, *self._claims(), unplanned, f"{found}; {bound}"])
 
     def in_one_line(self) -> str:
         """Model, peak, budget, slowdown, how good that is, and how many stages and ops are kept or recomputed."""
@@ -244,7 +260,7 @@ class Plan:
         done = [f"of {counted(decisions.total(), 'stage')} {counts}", *(_in_pieces(self.pieces) if self.pieces else [])]
         host = f", {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
         done.append(f"{counted(self.recomputed_ops, 'op')} recomputed{host}")
-        return f"plan of {self.model_class}: {'; '.join([*self._claims(), f'{self.status}, by {self.solver}', *done])}"
+        return f"p{self._title()[1:]}: {'; '.join([*self._claims(), f'{self.status}, by {self.solver}', *done])}"
 
     def _claims(self) -> list[str]:
         """Peak and budget, and the time of the step."""

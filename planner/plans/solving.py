@@ -545,6 +545,7 @@ def plan_of(
         frugal=profile.frugal,
         saved_seconds=saved_seconds,
         pieces=profile.pieces,
+        estimate=profile.estimate,
         in_flight=profile.in_flight,
         forward_nodes=profile.forward_nodes,
         **schedule_fields(problem, solution, stages, profile.menus, seconds_outside_chain),

@@ -18,7 +18,7 @@ from torch import Tensor
 from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents, requested_bytes
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
-from profiler.simulation.simulated_device import SimulatedDevice, simulated_device
+from profiler.simulation.simulated_device import SimulatedDevice, host_seconds, simulated_device
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes
 from profiler.workload.random_states import RandomState
@@ -105,8 +105,6 @@ def step_memory_meter(workload: Workload) -> Meter:
 
 def time_meter(device: torch.device) -> Meter:
     """The meter of seconds for ``device``: wall clock on the CPU, events on CUDA."""
-    if (simulated := simulated_device()) is not None:
-        return _SimulatedTimeMeter(simulated)
     return _CudaTimeMeter(device) if device.type == "cuda" else _CpuTimeMeter()
 
 
@@ -358,7 +356,7 @@ class _CpuTimeMeter:
         return [(mark, Phase(seconds=seconds)) for mark, seconds in zip(self._marks, lengths, strict=True)]
 
     def _now(self) -> Any:
-        return time.perf_counter()
+        return host_seconds()
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return end - begin
@@ -381,15 +379,6 @@ class _CudaTimeMeter(_CpuTimeMeter):
     def _seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1000.0
-
-
-class _SimulatedTimeMeter(_CpuTimeMeter):
-    def __init__(self, device: SimulatedDevice) -> None:
-        super().__init__()
-        self._device = device
-
-    def _now(self) -> float:
-        return self._device.seconds
 
 
 def metered(meter: Meter, run: Callable[[], Any], warm_up: WarmUp = None) -> Phase:

@@ -25,7 +25,8 @@ from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
 from profiler.measurement.unsteady_bytes import what_is_drawn
-from profiler.records import Profile
+from profiler.records import EstimateRecord, Profile
+from profiler.simulation.simulated_device import SimulatedDevice, simulated_device
 from profiler.trace.partition import Stages, StagesError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
@@ -162,8 +163,30 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
         profile = replace(profile, frugal=limit_bytes is not None, unsteady=(*profile.unsteady, *drawn))
         if limit_bytes is None:
             profile = replace(profile, allocator_bytes=allocator_bytes_of(workload, set_aside_bytes))
+        if (simulated := simulated_device()) is not None:
+            return _estimated_for(simulated, profile)
         # A step that runs forward several times would send as often as that over the link.
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
+
+
+def _estimated_for(simulated: SimulatedDevice, profile: Profile) -> Profile:
+    """The profile of a run on fake tensors as one of the device that was simulated."""
+    device, (margin_bytes, margin) = simulated.record, simulated.margin()
+    return replace(
+        profile,
+        device="cuda:0" if device.kind == "cuda" else "cpu",
+        device_name=device.name,
+        link=device.link if profile.evaluations == 1 else None,
+        estimate=EstimateRecord(
+            device=device.name,
+            origin=device.origin,
+            memory_bytes=device.budget_bytes,
+            least_seconds=device.least_seconds,
+            most_seconds=device.most_seconds,
+            margin_bytes=margin_bytes,
+            margin=margin,
+        ),
+    )
 
 
 def _failure(error: Exception) -> str:
@@ -180,7 +203,7 @@ def _failure(error: Exception) -> str:
 
 def first_plain_step(workload: Workload) -> None:
     """``first_step``; on the CPU it ends with a MemoryError before the system would kill the process."""
-    if workload.device.type != "cpu" or is_compiled(workload.model):
+    if workload.device.type != "cpu" or is_compiled(workload.model) or simulated_device() is not None:
         return first_step(workload)
     with large_blocks_mapped(), RoomWatch() as watch:
         first_step(workload)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from profiler.agreement import any_rank, first_failure, gathered
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.saved_tensors import PLAIN_OR_FAKE, SignatureCheck, change_counter, version_of
+from profiler.simulation.simulated_device import host_seconds
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.data_parallel import SHARDING
@@ -202,7 +202,7 @@ def _timed(first: FirstRun, device: torch.device) -> RerunTimes:
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return host_seconds()
 
 
 def _parts_in(tree: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ which is how an allocator counts; the clock is advanced by what each op would ta
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.device_record import DeviceRecord
 from profiler.recomputation.op_schema import traits_of
 
 # Larger tensors of whole numbers are fake as well.
@@ -30,8 +32,14 @@ _aten = torch.ops.aten
 class OpCosts(Protocol):
     """Tells what ops take on a device."""
 
+    device: DeviceRecord
+
     def seconds(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
         """Returns how long an op takes."""
+        ...
+
+    def margin(self) -> tuple[int, str]:
+        """Returns the bytes by which peaks may be higher than what was counted, and why."""
         ...
 
     def transient_bytes(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -46,23 +54,35 @@ class SimulatedDevice(TorchDispatchMode):
         costs: of ops on the device.
 
     Attributes:
+        record: what is known of the device.
         live_bytes: the bytes of all storages that are alive now.
         peak_bytes: the most since ``forget_peak``.
+        live_block_bytes, peak_block_bytes: the same of the blocks that the device's allocator hands out for them.
         seconds: the time that all ops so far would have taken.
     """
 
     def __init__(self, costs: OpCosts) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
+        self.live_block_bytes = self.peak_block_bytes = 0
         self.seconds = 0.0
-        self._costs = costs
+        self._network_free = self._last_awaited = 0.0
+        self.record, self._costs = costs.device, costs
         self._size_bytes: dict[int, int] = {}  # by storage
         self._writes: Counter[int] = Counter()
         self._copies: dict[int, tuple[int, int]] = {}  # the storage that one is a copy of, and its writes by then
 
     def forget_peak(self) -> None:
         """The peak is what is alive now."""
-        self.peak_bytes = self.live_bytes
+        self.peak_bytes, self.peak_block_bytes = self.live_bytes, self.live_block_bytes
+
+    def _block_bytes(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.record.block_bytes) * self.record.block_bytes
+
+    def _note_peak(self, transient_bytes: int = 0) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + transient_bytes)
+        blocks_bytes = self.live_block_bytes + self._block_bytes(transient_bytes)
+        self.peak_block_bytes = max(self.peak_block_bytes, blocks_bytes)
 
     def hold(self, tensor: Tensor) -> None:
         """Counts the storage of a tensor until it is gone."""
@@ -74,14 +94,41 @@ class SimulatedDevice(TorchDispatchMode):
             return
         self._size_bytes[key] = size_bytes = storage.nbytes()
         self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.live_block_bytes += self._block_bytes(size_bytes)
+        self._note_peak()
         # Torch keeps the Python object of a storage for as long as anything refers to the storage itself.
         weakref.finalize(storage, self._let_go, key)
 
     def _let_go(self, key: int) -> None:
-        self.live_bytes -= self._size_bytes.pop(key)
+        size_bytes = self._size_bytes.pop(key)
+        self.live_bytes -= size_bytes
+        self.live_block_bytes -= self._block_bytes(size_bytes)
         self._writes.pop(key, None)
         self._copies.pop(key, None)
+
+    def margin(self) -> tuple[int, str]:
+        """Returns the bytes by which peaks may be higher than what was counted, and why."""
+        return self._costs.margin()
+
+    def communicate(self, whole_bytes: int, ranks: int, *, awaited: bool) -> None:
+        """Advances the clock by what a collective takes, as far as computation does not hide it.
+
+        Args:
+            whole_bytes, ranks: as for ``NetworkRecord.seconds``.
+            awaited: whether what follows needs its result. Such a collective may begin as early as the last awaited one
+                has ended, since the host runs ahead; another one begins now, and only later collectives wait for it.
+        """
+        if self.record.network is None:
+            return
+        seconds = self.record.network.seconds(whole_bytes, ranks)
+        self._network_free = max(self._network_free, self._last_awaited if awaited else self.seconds) + seconds
+        if awaited:
+            self.seconds = max(self.seconds, self._network_free)
+            self._last_awaited = self.seconds
+
+    def wait_for_collectives(self) -> None:
+        """Advances the clock to the end of all collectives."""
+        self.seconds = self._last_awaited = max(self.seconds, self._network_free)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,7 +141,7 @@ class SimulatedDevice(TorchDispatchMode):
         transient_bytes = self._costs.transient_bytes(func, args, kwargs, result)
         for tensor in made:
             self.hold(tensor)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + transient_bytes)
+        self._note_peak(transient_bytes)
         self.seconds += self._costs.seconds(func, args, kwargs, result)
         return result
 
@@ -103,10 +150,10 @@ class SimulatedDevice(TorchDispatchMode):
         given = _tensors_in((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             return self._run_fake(func, args, kwargs, given)
-        in_place = func._schema.is_mutable and all(map(_is_whole, given))
+        in_place = func._schema.is_mutable and all(map(is_whole, given))
         if func not in _READERS and not in_place:  # What is written to would be written to twice.
             result = func(*args, **kwargs)
-            if not all(map(_is_whole, (*given, *_tensors_in(result)))):
+            if not all(map(is_whole, (*given, *_tensors_in(result)))):
                 return result
         with unset_fake_temporarily():
             return func(*args, **kwargs)
@@ -117,7 +164,8 @@ class SimulatedDevice(TorchDispatchMode):
             return _ORDINARY.get(given[0].dtype, 1.0 if given[0].is_floating_point() else 1)
         if func in _READERS:
             return self._are_same(*given)
-        result = func(*args, **kwargs)
+        args, kwargs = _with_positions(func, args, kwargs)
+        result = _by_shapes(func, args, kwargs)
         traits = traits_of(func)
         renewed = [args[i] for i in traits.statistics if i < len(args)] if traits.renews_statistics(args) else []
         for tensor in (*traits.writes(args, kwargs), *_tensors_in(renewed)):
@@ -128,9 +176,10 @@ class SimulatedDevice(TorchDispatchMode):
         if traits.random:
             with unset_fake_temporarily():
                 torch.empty(1).uniform_()  # Random generators advance.
-        if func._schema.name in ("aten::any", "aten::all") and result.dtype is torch.bool:
+        usual = _USUALLY.get(func._schema.name)
+        if usual is not None and result.dtype is torch.bool and is_whole(result):
             with unset_fake_temporarily():  # Nothing is NaN, nothing lies outside of what is asked for.
-                return torch.full(result.shape, func._schema.name == "aten::all")
+                return torch.full(result.shape, usual)
         return result
 
     def _are_same(self, left: Tensor, right: Tensor) -> bool:
@@ -147,11 +196,42 @@ _READERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclo
 _ORDINARY: dict[torch.dtype, Any] = {torch.bool: False}  # of values that nobody knows
 
 
+_USUALLY = {
+    **dict.fromkeys(("aten::any", "aten::isnan", "aten::isinf", "aten::_is_any_true"), False),
+    **dict.fromkeys(("aten::all", "aten::isfinite", "aten::_is_all_true"), True),
+}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+
+
+def _with_positions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of an op that picks elements, with their positions in the place of real masks: how many is known."""
+    if func not in _INDEXED or len(args) < 2:
+        return args, kwargs
+    positions: list[Tensor | None] = []
+    for index in args[1]:
+        if isinstance(index, Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                positions += index.nonzero().unbind(1)
+        else:
+            positions.append(index)
+    return (args[0], positions, *args[2:]), kwargs
+
+
+def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fake result of an op."""
+    if func._schema.name == "aten::_grouped_mm" and args[0].dtype is not torch.bfloat16:
+        # Its rule for shapes takes bfloat16 alone; kernels take float32 as well.
+        halves = [each.to(torch.bfloat16) for each in args[:2]]
+        return func(*halves, *args[2:], **{**kwargs, "out_dtype": None}).to(args[0].dtype)
+    return func(*args, **kwargs)
+
+
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is of whole numbers, which are real on a simulated device unless they are very many."""
     whole = not tensor.is_floating_point() and not tensor.is_complex()
     return whole and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= MOST_REAL_BYTES
 
@@ -161,6 +241,11 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 _active: SimulatedDevice | None = None
+
+
+def host_seconds() -> float:
+    """Returns the seconds of a clock: of the simulated device, or of this process where there is none."""
+    return time.perf_counter() if _active is None else _active.seconds
 
 
 def simulated_device() -> SimulatedDevice | None:
@@ -186,10 +271,11 @@ def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
 @contextlib.contextmanager
 def _swaps_of(fakes: FakeTensorMode) -> Iterator[None]:
     """Lets ``Module.to`` swap fake parameters: their mode refers to them weakly, which ``swap_tensors`` refuses."""
-    swap_tensors, remembered = torch.utils.swap_tensors, fakes.fake_tensor_converter.meta_converter.tensor_memo
+    swap_tensors, converter = torch.utils.swap_tensors, fakes.fake_tensor_converter
 
     def swap(first: Tensor, second: Tensor) -> None:
-        remembered.clear()
+        converter.meta_converter.tensor_memo.clear()
+        converter.constant_storage_mapping.clear()
         swap_tensors(first, second)
 
     torch.utils.swap_tensors = swap

@@ -6,7 +6,6 @@ Of a compiled step a second trace says what goes into its stages, comes out of t
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from profiler.recomputation.head_output import HeadOutput
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
+from profiler.simulation.simulated_device import host_seconds
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
 from profiler.workload.custom_step import graph_nodes, next_node
@@ -420,9 +420,9 @@ def _scripted_part(module: nn.Module) -> str:
 
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     if device.type != "cuda":
-        begin = time.perf_counter()
+        begin = host_seconds()
         output = run()
-        return time.perf_counter() - begin, output
+        return host_seconds() - begin, output
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record(torch.cuda.current_stream(device))
     output = run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from profiler.workload.reachable import reached_from
 from profiler.workload.tensor_parts import storage_key
 from profiler.workload.tensor_trees import tensors_in
 
+# Whether the numbers of steps that optimizers keep as tensors lie in host memory, as they do where others are on CUDA.
+COUNTS_ON_HOST: ContextVar[bool] = ContextVar("COUNTS_ON_HOST", default=False)
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 

@@ -14,6 +14,7 @@ from profiler.records import ResidentBytes
 from profiler.workload.custom_step import StepError, kept_by_nodes
 from profiler.workload.data_parallel import bucket_bytes, buckets_change, mesh_tensors, unsharded_tensors
 from profiler.workload.optimizers import (
+    COUNTS_ON_HOST,
     fill_history,
     optimizer_tensors,
     scaler_tensors,
@@ -223,8 +224,12 @@ def states_bytes(workload: Workload, resident: ResidentBytes) -> int:
 
 def optimizer_state_bytes(workload: Workload) -> int:
     """Bytes of the optimizers' states on the workload's device, each storage once."""
-    kind = workload.device.type
-    return distinct_bytes(tensor for *_, tensor in optimizer_tensors(workload.optimizers) if tensor.device.type == kind)
+    kind, counts_on_host = workload.device.type, COUNTS_ON_HOST.get()
+    return distinct_bytes(
+        tensor
+        for _, name, tensor in optimizer_tensors(workload.optimizers)
+        if tensor.device.type == kind and not (counts_on_host and name == "step" and tensor.dim() == 0)
+    )
 
 
 def kept_in_attributes(workload: Workload) -> list[Tensor]:

@@ -1,0 +1,192 @@
+"""Estimates against measurements: steps and plans of a device that was not there, run on the device itself.
+
+``peaks``: the models of the zoo and families of transformers on the CPU, unplanned and under two plans that were solved
+from the estimate. ``cards``: unplanned peaks that a GPU had, from the tables of earlier runs, estimated without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import gc
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import planner
+from benchmarks import catalogue
+from benchmarks.catalogue_families import FAMILIES
+from benchmarks.fidelity import GPU_SETTINGS
+from benchmarks.reporting import RESULTS, write_rows
+from planner.zoo import build, names
+from profiler.device_record import DeviceRecord, OpRate
+from profiler.workload.workload import own_loss
+
+# Of the way from the smallest budget to the unplanned peak.
+DEPTHS = (0.2, 0.7)
+GPU_RESULTS = RESULTS.with_name("results-gpu")
+_MOST_PERCENT, _LEAST_PERCENT = 3.0, -0.5
+A_CPU = DeviceRecord(
+    name="a CPU",
+    kind="cpu",
+    memory_bytes=2**34,
+    origin="data sheet",
+    rates=(
+        OpRate(kind="matmul", per_second=4e10, launch_seconds=8e-6, source="assumed"),
+        OpRate(kind="memory", per_second=5e9, launch_seconds=5e-6, source="assumed"),
+    ),
+)
+
+
+def family_workload(name: str) -> planner.Workload:
+    """A tiny model of a family of transformers, as the catalogue trains it."""
+    family = FAMILIES[name]
+    model, batch = catalogue._built(family, "cpu")
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return planner.Workload(model=model, inputs=batch, loss=family.loss or own_loss, optimizer=optimizer)
+
+
+def builder(name: str, settings: dict[str, Any] | None = None) -> Callable[[], planner.Workload]:
+    """What builds a model of the zoo, or of a family of transformers."""
+    if name in FAMILIES:
+        return lambda: family_workload(name)
+    return lambda: build(name, **(settings or {}))
+
+
+def peaks_of(name: str) -> Iterator[dict[str, Any]]:
+    """Rows of one model: its step without a plan, and under plans from the estimate, estimated and measured."""
+    make = builder(name)
+    estimated = planner.estimate(make, device=A_CPU, menus=name not in FAMILIES)
+    least = _least_bytes(estimated)
+    span = estimated.unplanned_peak_bytes - least
+    budgets = [least + int(depth * span) for depth in DEPTHS]
+    plans = [planner.solve(estimated, budget, offload="never") for budget in budgets]
+    real = make()
+    measured = planner.measure(real, repeats=1).peak_bytes
+    yield _row(name, "unplanned", estimated.unplanned_peak_bytes, measured)
+    for depth, plan in zip(DEPTHS, plans, strict=True):
+        with planner.apply(real.model, plan):
+            measured = planner.measure(real, repeats=1).peak_bytes
+        yield _row(name, f"{depth:.0%} of the range", plan.predicted_peak_bytes, measured)
+
+
+def _least_bytes(profile: planner.Profile) -> int:
+    try:
+        planner.solve(profile, 1, offload="never")
+    except planner.Infeasible as error:
+        return error.minimum_budget_bytes
+    raise AssertionError("a budget of one byte cannot be feasible")
+
+
+def _row(name: str, plan: str, estimated: int, measured: int, margin: int = 0) -> dict[str, Any]:
+    return {
+        "model": name,
+        "plan": plan,
+        "estimated_bytes": estimated,
+        "measured_bytes": measured,
+        "difference_bytes": estimated - measured,
+        "percent": round(100 * (estimated / measured - 1), 4),
+        "margin_bytes": margin,
+        "failed": "",
+    }
+
+
+def cards_of(case: tuple[str, str, dict[str, Any], int]) -> Iterator[dict[str, Any]]:
+    """The row of one model whose unplanned peak a GPU had."""
+    name, source, settings, measured = case
+    estimated = planner.estimate(builder(name, settings), device="h200", menus=False)
+    assert estimated.estimate is not None
+    margin = estimated.estimate.margin_bytes
+    yield _row(name, source, estimated.unplanned_peak_bytes, measured, margin)
+
+
+def recorded() -> list[tuple[str, str, dict[str, Any], int]]:
+    """Models, the tables that have their unplanned peak on a GPU, their settings and that peak."""
+    found = []
+    for name in ("gpt2", "unet", "resnet50", "vit"):
+        rows = _table(f"loops-{name}-cuda")
+        peak = next(int(row["unplanned_bytes"]) for row in rows if row["loop"] == "Output bound, zero_grad last")
+        found.append((name, f"loops-{name}-cuda", {}, peak))
+    for name in ("gpt2", "unet"):
+        peak = max(int(row["measured_peak_bytes"]) for row in _table(f"fidelity-{name}-cuda"))
+        found.append((name, f"fidelity-{name}-cuda", GPU_SETTINGS[name], peak))
+    peaks = {row["model"]: int(float(row["unplanned_peak_bytes"] or 0)) for row in _table("catalogue-cuda")}
+    found += [(name, "catalogue-cuda", {}, peak) for name, peak in peaks.items() if peak]
+    return found
+
+
+def _table(name: str) -> list[dict[str, str]]:
+    with open(GPU_RESULTS / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def or_error(rows: Callable[[Any], Iterator[dict[str, Any]]], case: Any) -> list[dict[str, Any]]:
+    """The rows of a model; one that fails has the error in its row."""
+    try:
+        return list(rows(case))
+    except Exception as error:
+        name = case if isinstance(case, str) else case[0]
+        return [{"model": name, "failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}]
+    finally:
+        gc.collect()
+        gc.freeze()
+
+
+def rows_in_order(
+    rows: Callable[[Any], Iterator[dict[str, Any]]], cases: Sequence[Any], jobs: int
+) -> Iterator[dict[str, Any]]:
+    """The rows of all cases in order, from so many processes."""
+    found = functools.partial(or_error, rows)
+    if jobs == 1:
+        yield from itertools.chain.from_iterable(map(found, cases))
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), catalogue.begin, ("cpu",)) as pool:
+        yield from itertools.chain.from_iterable(pool.map(found, cases))
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """How far off the estimates are."""
+    good = [row for row in rows if not row["failed"]]
+    off = [abs(row["percent"]) for row in good]
+    low = [r for r in good if r["percent"] < _LEAST_PERCENT and r["difference_bytes"] < -r["margin_bytes"]]
+    equal = sum(row["difference_bytes"] == 0 for row in good)
+    return [
+        f"models: {len({row['model'] for row in rows})}; rows: {len(good)}; failed: {len(rows) - len(good)}",
+        f"equal to the byte: {equal}; within 0.1 %: {sum(each <= 0.1 for each in off)}; within 1 %: "
+        f"{sum(each <= 1 for each in off)}; beyond {_MOST_PERCENT:g} %: {sum(each > _MOST_PERCENT for each in off)}; "
+        f"more than {-_LEAST_PERCENT:g} % and the stated margin too low: {len(low)}",
+    ]
+
+
+PARTS = {"peaks": "Estimated against measured peaks on the CPU", "cards": "Estimated against a GPU's recorded peaks"}
+
+
+def main() -> None:
+    """Estimate, measure, print and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--models", nargs="+", help="these alone")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    catalogue.begin("cpu")
+    for part in options.part:
+        cases: list[Any] = recorded() if part == "cards" else [*names(), *FAMILIES]
+        named = options.models
+        cases = [c for c in cases if not named or (c if isinstance(c, str) else c[0]) in named]
+        rows = rows_in_order(cards_of if part == "cards" else peaks_of, cases, options.jobs)
+        write_rows(options.out, f"estimates-{part}", PARTS[part], rows, summary)
+
+
+if __name__ == "__main__":
+    main()

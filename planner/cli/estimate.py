@@ -1,0 +1,160 @@
+"""The commands ``estimate``, which plans for a device that need not be there, and ``calibrate``, which measures one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli.options import (
+    AllowRounding,
+    AsJson,
+    OffloadText,
+    OptionalBudget,
+    Settings,
+    TargetArgument,
+    numerics_of,
+    offload_of,
+    out_option,
+)
+from planner.cli.output import Output, output_files
+from planner.units import format_bytes
+from profiler.target_record import TargetRecord
+
+if TYPE_CHECKING:
+    from profiler.records import Profile
+
+_OF_PROFILE = ".profile.json"
+
+
+def estimate_command(
+    context: typer.Context,
+    target: TargetArgument,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="DEVICE",
+            help="A card (h100, a100-80gb, l4, ...), cpu, or the file that planner calibrate wrote on the device.",
+        ),
+    ],
+    budget: OptionalBudget = None,
+    settings: Settings = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="The first of N ranks, each with such a batch; needs --shard.")
+    ] = None,
+    shard: Annotated[str | None, typer.Option(metavar="ddp|fsdp2", help="How ranks share the model.")] = None,
+    offload: OffloadText = None,
+    allow_rounding: AllowRounding = False,
+    output: Annotated[
+        list[Path] | None,
+        out_option(f"Write the plan; a name that ends in {_OF_PROFILE}: the profile. May be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a training step for a device that need not be here: does it fit, what is the peak, how long is a step.
+
+    The target builds its model and runs its step without memory and without values, so neither has to fit this machine.
+    Bytes are counted as on the device; seconds come from what is known of it, and are given as a range.
+
+    Without --budget the plan is for all of the device's memory. Where nothing fits, the smallest budget is named.
+    """
+    from planner.cli import documents
+    from planner.cli.solve import solve_source
+    from planner.cli.tables import estimate_report, solution_report
+    from planner.plans.refusals import Infeasible
+    from profiler.json_files import write_document
+
+    out: Output = context.obj
+    profiles = [path for path in output or () if path.name.endswith(_OF_PROFILE)]
+    plan_file = output_files([path for path in output or () if path not in profiles], "json").json
+    profile_file = output_files(profiles, "json").json
+    if (ranks is None) != (shard is None):
+        raise ValueError(f"--ranks, --shard: ranks need both; add {'--ranks 8' if ranks is None else '--shard fsdp2'}")
+    request = offload_of(offload)
+    with out.working() as progress:
+        found = _estimated(target, settings, device, ranks, shard, allow_rounding, progress)
+    assert found.estimate is not None
+    if profile_file is not None:
+        found.save(profile_file)
+    allowed = budget or str(found.estimate.memory_bytes)
+    try:
+        with out.searching(0.0):
+            summary, document = solve_source(
+                found,
+                allowed,
+                solver="auto",
+                time_limit_seconds=None,
+                headroom="auto" if budget is None else None,
+                offload=request,
+                numerics=numerics_of(allow_rounding),
+            )
+    except Infeasible as refusal:
+        if as_json:
+            unplanned = {
+                "unplanned_peak_bytes": found.unplanned_peak_bytes,
+                "unplanned_seconds": found.unplanned_seconds,
+                "resident_bytes": found.resident.total,
+            }
+            out.show_json({**documents.refusal_document(refusal, **unplanned), "estimated": True})
+        else:
+            out.show(estimate_report(found, None))
+        raise
+    if plan_file is not None:
+        write_document(plan_file, document)
+    if as_json:
+        out.show_json(summary.to_document())
+    else:
+        out.show(solution_report(summary), "", estimate_report(found, summary))
+    out.say_written(profile_file, plan_file)
+
+
+def _estimated(
+    target: str,
+    settings: list[str] | None,
+    device: str,
+    ranks: int | None,
+    shard: str | None,
+    allow_rounding: bool,
+    progress: Any,
+) -> Profile:
+    from planner.plans.estimating import estimate
+    from planner.targets import build_target, parse_settings
+    from profiler.device_record import DeviceRecord
+
+    known = DeviceRecord.named(device)
+    found = estimate(
+        lambda: build_target(target, parse_settings(settings or [])),
+        device=known,
+        ranks=ranks,
+        shard=shard,  # type: ignore[arg-type]
+        numerics=numerics_of(allow_rounding),
+        progress=progress,
+    )
+    return replace(found, target=TargetRecord.given(target, settings, "cuda" if known.kind == "cuda" else None))
+
+
+def calibrate_command(
+    context: typer.Context,
+    output: Annotated[Path, out_option("Write the device file here.")],
+    device: Annotated[str, typer.Option(metavar="D", help="The device to measure: cpu, cuda, cuda:1.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Time the ops that training is made of on the device at hand, for planner estimate --device FILE.
+
+    It takes about a minute; nothing else should run on the device meanwhile.
+    """
+    from planner.cli.tables import device_report
+    from profiler.json_files import to_plain
+    from profiler.measurement.calibration import calibrate
+
+    out: Output = context.obj
+    path = output_files([output], "json").json
+    assert path is not None
+    with out.working() as progress:
+        measured = calibrate(device or None, progress=progress)
+    measured.save(path)
+    out.answer({**to_plain(measured), "file": str(path)}, device_report(measured))
+    out.say_written(path)
+    out.note(f"{format_bytes(measured.memory_bytes)} of memory; use it: planner estimate TARGET --device {path}")

@@ -1,0 +1,90 @@
+"""Estimates what a training step takes on a device that is not there: a profile of a run on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from planner.distributed.sharding import Engine, check_engine, sharded
+from planner.distributed.simulated_ranks import simulate_collectives, simulated_group
+from planner.plans.profiling import profile
+from planner.plans.solving import Numerics
+from profiler.device_record import DeviceRecord
+from profiler.measurement.measuring import Progress
+from profiler.records import Profile
+from profiler.simulation.cuda_rules import as_on_cuda
+from profiler.simulation.fake_workload import on_fake_tensors
+from profiler.simulation.op_costs import DeviceCosts
+from profiler.simulation.simulated_device import simulated_device, simulating
+from profiler.trace.partition import Stages
+from profiler.workload.workload import Workload
+
+
+def estimate(
+    workload: Workload | Callable[[], Workload],
+    *,
+    device: str | Path | DeviceRecord,
+    ranks: int | None = None,
+    shard: Engine | None = None,
+    stages: Stages = None,
+    menus: bool = True,
+    numerics: Numerics = "eager",
+    progress: Progress | None = None,
+) -> Profile:
+    """Estimate one training step on a device that need not be there.
+
+    The step runs on fake tensors, which have a shape and no memory: bytes are counted as the device's allocator would,
+    and seconds are added up from what is known of the device. Plans, tables and pages are made from such a profile as
+    from a measured one, and say that it is estimated.
+
+    Args:
+        workload: a function that builds the training step: it is called where no tensor takes memory, so a model may
+            be larger than this machine. A ``Workload`` that is there already is copied, its own ``step`` excepted.
+        device: the name of a card (``"h100"``, ``"a100-80gb"``, ...), ``"cpu"``, or the path of a device file, as
+            ``planner calibrate`` writes it.
+        ranks: estimate the first of so many ranks, each with a batch as the workload has it; None for one device.
+        shard: how they share the model, which is not wrapped yet: ``"ddp"``, in DistributedDataParallel; ``"fsdp2"``,
+            by ``fully_shard`` of each repeated block and of the model.
+        stages, menus, numerics, progress: as for ``profile``.
+
+    Returns:
+        The profile, with ``estimated`` True.
+
+    Raises:
+        ProfileError: the step fails on fake tensors; the message names the op, and what to do.
+        ValueError: there is no such device, or the workload cannot be copied.
+    """
+    if (ranks is None) != (shard is None):
+        raise ValueError("estimate: ranks and shard go together; give both, or none for one device")
+    if shard is not None:
+        check_engine(shard)
+    known = device if isinstance(device, DeviceRecord) else DeviceRecord.named(str(device))
+    with on_card(known), nullcontext() if ranks is None else _ranks(ranks):
+        fake = on_fake_tensors(workload) if isinstance(workload, Workload) else workload()
+        if shard is not None:
+            fake = sharded(fake, shard)
+            simulate_collectives(fake.model)
+        return profile(fake, stages=stages, menus=menus, numerics=numerics, progress=progress)
+
+
+@contextmanager
+def on_card(device: DeviceRecord) -> Iterator[None]:
+    """Tensors that are made inside are fake, and lie on a device that need not be there; profiles are estimates."""
+    with simulating(DeviceCosts(device)), as_on_cuda() if device.kind == "cuda" else nullcontext():
+        yield
+
+
+@contextmanager
+def _ranks(count: int) -> Iterator[None]:
+    """Inside, this process is the first of so many ranks; optimizers wait for the gradients of the others."""
+    device = simulated_device()
+    assert device is not None
+    waiting = register_optimizer_step_pre_hook(lambda *_: device.wait_for_collectives())
+    try:
+        with simulated_group(count):
+            yield
+    finally:
+        waiting.remove()

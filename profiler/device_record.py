@@ -1,0 +1,220 @@
+"""What is known of a device before anything runs on it: its memory, how fast it runs each kind of op, its links."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from profiler.json_files import from_plain, read_document, to_plain, write_document
+from profiler.records import LinkRecord, Rate
+from profiler.step_graph import Bytes, Seconds
+
+FORMAT = "planner-device"
+VERSION = 1
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Factor = Annotated[float, msgspec.Meta(gt=0)]
+
+# The work of these kinds of op is counted in floating-point operations, that of all others in bytes.
+BY_FLOPS = frozenset(
+    {
+        *("matmul", "convolution", "convolution_backward", "grouped_convolution", "grouped_convolution_backward"),
+        *("attention", "attention_backward"),
+    }
+)
+# A kind that a file has no rates for is as fast as another one.
+_LIKE = {
+    "convolution": "matmul",
+    "convolution_backward": "convolution",
+    "grouped_convolution": "convolution",
+    "grouped_convolution_backward": "convolution_backward",
+    "attention": "matmul",
+    "attention_backward": "attention",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRate:
+    """How long ops of one kind take, by their work.
+
+    Attributes:
+        kind: of op: ``matmul``, ``convolution``, ``attention`` with work in floating-point operations; ``memory`` and
+            its subdivisions (``elementwise``, ``reduction``, ...) with work in bytes that are read and written.
+        dtype: of the result; empty for any.
+        per_second: work per second at best.
+        reached: the share of that which training reaches.
+        launch_seconds: the time of an op that has hardly any work.
+        points: pairs (work, seconds) that were measured, by work; they replace the three numbers above.
+        source: where the numbers are from.
+    """
+
+    kind: str
+    dtype: str = ""
+    per_second: Rate = 0.0
+    reached: Share = 1.0
+    launch_seconds: Seconds = 0.0
+    points: tuple[tuple[float, float], ...] = ()
+    source: str = ""
+
+    def seconds(self, work: float) -> float:
+        """Returns the time of an op.
+
+        Args:
+            work: in floating-point operations or in bytes, as the kind says.
+        """
+        if not self.points:
+            return max(self.launch_seconds, work / (self.per_second * self.reached) if self.per_second else 0.0)
+        if work <= self.points[0][0]:
+            return self.points[0][1]
+        if work >= self.points[-1][0]:
+            largest, seconds = self.points[-1]
+            return seconds * work / largest
+        right = bisect.bisect_right(self.points, (work, math.inf))
+        (low, low_seconds), (high, high_seconds) = self.points[right - 1], self.points[right]
+        share = math.log(work / low) / math.log(high / low)
+        return low_seconds * (high_seconds / low_seconds) ** share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkRecord:
+    """What ranks send each other through.
+
+    Attributes:
+        bytes_per_second: of one rank, each way, to ranks on the same machine.
+        ranks_per_machine: the number of ranks that share a machine.
+        between_bytes_per_second: of one rank, each way, to ranks on other machines.
+        latency_seconds: of a collective of hardly any bytes.
+        reached: the share of the bandwidth that collectives reach.
+        source: where the numbers are from.
+    """
+
+    bytes_per_second: Rate
+    ranks_per_machine: Annotated[int, msgspec.Meta(ge=1)] = 8
+    between_bytes_per_second: Rate = 0.0
+    latency_seconds: Seconds = 0.0
+    reached: Share = 1.0
+    source: str = ""
+
+    def seconds(self, whole_bytes: int, ranks: int) -> float:
+        """Returns the time in which ranks gather a tensor of which each has a part, or sum one and keep a part each.
+
+        A ring sends all of it but a part. Between machines all ports of a machine carry it together.
+
+        Args:
+            whole_bytes: the size of the whole tensor.
+            ranks: the number of ranks.
+        """
+        rate = self.bytes_per_second
+        if ranks > self.ranks_per_machine:
+            rate = min(rate, self.between_bytes_per_second * self.ranks_per_machine)
+        sent_bytes = whole_bytes * (ranks - 1) / ranks
+        return self.latency_seconds + (sent_bytes / (rate * self.reached) if rate else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRecord:
+    """A device, as ``planner estimate`` knows it.
+
+    Attributes:
+        name: of the device, for people.
+        kind: ``cuda`` or ``cpu``: whose kernels run, and whose allocator counts.
+        memory_bytes: of the device.
+        context_bytes: the part of them that is gone before any tensor is there.
+        block_bytes: the allocator hands out multiples of this.
+        origin: ``data sheet``: the numbers are from public documents; ``calibrated``: measured on the device.
+        least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
+        rates: by kind of op and type of number.
+        link: to host memory.
+        network: between ranks; None where it is not known.
+        sources: of the numbers that are not in ``rates``, a line each.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: Bytes
+    context_bytes: Bytes = 0
+    block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    origin: Literal["data sheet", "calibrated"]
+    least_seconds: Factor = 1.0
+    most_seconds: Factor = 1.0
+    rates: tuple[OpRate, ...]
+    link: LinkRecord | None = None
+    network: NetworkRecord | None = None
+    sources: tuple[str, ...] = field(default=())
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that a training step may have on it."""
+        return self.memory_bytes - self.context_bytes
+
+    @cached_property
+    def _rates(self) -> Mapping[tuple[str, str], OpRate]:
+        return {(rate.kind, rate.dtype): rate for rate in self.rates}
+
+    def rate_of(self, kind: str, dtype: str) -> OpRate:
+        """Returns the rate of a kind of op: for the type of number, for any type, or that of the next similar kind.
+
+        Args:
+            kind: as in ``OpRate``.
+            dtype: the name of torch's type, without ``torch.``.
+        """
+        while True:
+            for found in ((kind, dtype), (kind, "")):
+                if found in self._rates:
+                    return self._rates[found]
+            if kind == "memory":
+                return OpRate(kind="memory")
+            if kind == "matmul":  # Of a type that the file does not name.
+                return next((rate for rate in self.rates if rate.kind == "matmul"), OpRate(kind="matmul"))
+            kind = _LIKE.get(kind, "memory")
+
+    def save(self, path: str | Path) -> None:
+        """Write the device as JSON, whole or not at all."""
+        write_document(path, {"format": FORMAT, "version": VERSION, **to_plain(self)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> DeviceRecord:
+        """Read a device file.
+
+        Raises:
+            ValueError: the file is missing or of another format, or lacks a field.
+        """
+        return cls._of(read_document(path, {FORMAT: VERSION}), str(path))
+
+    @classmethod
+    def named(cls, name: str) -> DeviceRecord:
+        """Returns a device by the name of a card, as ``h100``, or by the path of a device file.
+
+        Raises:
+            ValueError: there is no such card, or the file cannot be read.
+        """
+        if name.lower() in device_names():
+            text = (resources.files("profiler") / "devices" / f"{name.lower()}.json").read_text()
+            return cls._of(msgspec.json.decode(text), name)
+        if "/" in name or name.endswith(".json"):
+            return cls.load(name)
+        raise ValueError(
+            f"device: there is no card {name!r}; use {', '.join(device_names())}, or a file that "
+            "`planner calibrate -o device.json` writes on the device itself"
+        )
+
+    @classmethod
+    def _of(cls, document: Mapping[str, Any], where: str) -> DeviceRecord:
+        data = {key: value for key, value in document.items() if key not in ("format", "version")}
+        try:
+            return from_plain(cls, data)
+        except ValueError as error:
+            raise ValueError(f"{where}: this is no device file: {error}; write one with planner calibrate") from error
+
+
+def device_names() -> list[str]:
+    """Returns the names of the cards that come with the package."""
+    folder = resources.files("profiler") / "devices"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
