@@ -12,6 +12,7 @@ import functools
 import gc
 import itertools
 import multiprocessing
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -23,13 +24,16 @@ import planner
 from benchmarks import catalogue
 from benchmarks.catalogue_families import FAMILIES
 from benchmarks.fidelity import GPU_SETTINGS
+from benchmarks.interleaving import in_turns
 from benchmarks.reporting import RESULTS, write_rows
 from planner.zoo import build, names
 from profiler.device_record import DeviceRecord, OpRate
+from profiler.measurement.calibration import calibrate
 from profiler.workload.workload import own_loss
 
 # Of the way from the smallest budget to the unplanned peak.
 DEPTHS = (0.2, 0.7)
+TIMED_DEPTHS, ROUNDS = (0.1, 0.4, 0.7), 5
 GPU_RESULTS = RESULTS.with_name("results-gpu")
 _MOST_PERCENT, _LEAST_PERCENT = 3.0, -0.5
 A_CPU = DeviceRecord(
@@ -130,11 +134,65 @@ def _table(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def seconds_of(case: tuple[str, str]) -> Iterator[dict[str, Any]]:
+    """Rows of one model: seconds of its plain step and of plans, from an estimate and from a measured profile."""
+    name, device = case
+    make = builder(name)
+    estimated, real = planner.estimate(make, device=device), make()
+    profile = planner.profile(real)
+    least = max(_least_bytes(estimated), _least_bytes(profile))
+    span = profile.unplanned_peak_bytes - least
+    budgets = [least + int(depth * span) for depth in TIMED_DEPTHS]
+    plans = [planner.solve(source, budget) for budget in budgets for source in (estimated, profile)]
+    plain, planned = in_turns(real, plans, rounds=ROUNDS)
+    yield {
+        "model": name,
+        "plan": "unplanned",
+        "estimated_seconds": estimated.unplanned_seconds,
+        "measured_seconds": statistics.median(plain),
+        "off_percent": 100 * (estimated.unplanned_seconds / statistics.median(plain) - 1),
+        "failed": "",
+    }
+    for number, depth in enumerate(TIMED_DEPTHS):
+        plan, ours, theirs = plans[2 * number], planned[2 * number], planned[2 * number + 1]
+        seconds = statistics.median(ours)
+        yield {
+            "model": name,
+            "plan": f"{depth:.0%} of the range",
+            "estimated_seconds": plan.predicted_seconds,
+            "measured_seconds": seconds,
+            "off_percent": 100 * (plan.predicted_seconds / seconds - 1),
+            "against_measured_plan": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+            "failed": "",
+        }
+
+
+def seconds_summary(rows: list[dict[str, Any]]) -> list[str]:
+    """How far off seconds are, how plans of estimates compare with those of profiles, and their order by time."""
+    good = [row for row in rows if not row["failed"]]
+    off = sorted(abs(row["off_percent"]) for row in good)
+    against = [row["against_measured_plan"] for row in good if "against_measured_plan" in row]
+    pairs = [
+        (left["estimated_seconds"] - right["estimated_seconds"])
+        * (left["measured_seconds"] - right["measured_seconds"])
+        for left, right in itertools.combinations(good, 2)
+        if left["model"] == right["model"]
+    ]
+    return [
+        f"seconds off: median {statistics.median(off):.1f} %, most {off[-1]:.1f} %; failed: {len(rows) - len(good)}",
+        f"plans from the estimate against plans from a measured profile: {sum(each <= 1.03 for each in against)} of "
+        f"{len(against)} at most 3 % slower, median {statistics.median(against):.3f}, most {max(against):.3f}"
+        if against
+        else "no plans",
+        f"pairs of steps of a model in the right order by time: {sum(each >= 0 for each in pairs)} of {len(pairs)}",
+    ]
+
+
 def or_error(rows: Callable[[Any], Iterator[dict[str, Any]]], case: Any) -> list[dict[str, Any]]:
     """The rows of a model; one that fails has the error in its row."""
     try:
         return list(rows(case))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (what fails is a row)
         name = case if isinstance(case, str) else case[0]
         return [{"model": name, "failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}]
     finally:
@@ -168,7 +226,11 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-PARTS = {"peaks": "Estimated against measured peaks on the CPU", "cards": "Estimated against a GPU's recorded peaks"}
+PARTS = {
+    "peaks": "Estimated against measured peaks on the CPU",
+    "cards": "Estimated against a GPU's recorded peaks",
+    "seconds": "Estimated against measured seconds on the CPU",
+}
 
 
 def main() -> None:
@@ -180,12 +242,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     catalogue.begin("cpu")
+    rows_of = {"peaks": peaks_of, "cards": cards_of, "seconds": seconds_of}
     for part in options.part:
-        cases: list[Any] = recorded() if part == "cards" else [*names(), *FAMILIES]
-        named = options.models
-        cases = [c for c in cases if not named or (c if isinstance(c, str) else c[0]) in named]
-        rows = rows_in_order(cards_of if part == "cards" else peaks_of, cases, options.jobs)
-        write_rows(options.out, f"estimates-{part}", PARTS[part], rows, summary)
+        cases: list[Any] = recorded() if part == "cards" else [*names(), *(FAMILIES if part == "peaks" else ())]
+        cases = [c for c in cases if not options.models or (c if isinstance(c, str) else c[0]) in options.models]
+        if part == "seconds":
+            device = options.out / "estimates-device.json"
+            calibrate("cpu").save(device)
+            cases = [(name, str(device)) for name in cases]
+        rows = rows_in_order(rows_of[part], cases, 1 if part == "seconds" else options.jobs)
+        notes = seconds_summary if part == "seconds" else summary
+        write_rows(options.out, f"estimates-{part}", PARTS[part], rows, notes)
 
 
 if __name__ == "__main__":

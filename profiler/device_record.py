@@ -35,6 +35,9 @@ _LIKE = {
     "convolution_backward": "convolution",
     "grouped_convolution": "convolution",
     "grouped_convolution_backward": "convolution_backward",
+    "batch_norm": "normalization",
+    "batch_norm_backward": "batch_norm",
+    "gelu": "transcendental",
     "attention": "matmul",
     "attention_backward": "attention",
 }
@@ -129,6 +132,8 @@ class DeviceRecord:
         context_bytes: the part of them that is gone before any tensor is there.
         block_bytes: the allocator hands out multiples of this.
         origin: ``data sheet``: the numbers are from public documents; ``calibrated``: measured on the device.
+        op_paces: pairs (op, time within steps relative to that by the rate of its kind), as measured.
+        pace: the time of whole steps relative to the sum of their ops'.
         least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
         rates: by kind of op and type of number.
         link: to host memory.
@@ -142,6 +147,8 @@ class DeviceRecord:
     context_bytes: Bytes = 0
     block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
     origin: Literal["data sheet", "calibrated"]
+    op_paces: tuple[tuple[str, Factor], ...] = ()
+    pace: Factor = 1.0
     least_seconds: Factor = 1.0
     most_seconds: Factor = 1.0
     rates: tuple[OpRate, ...]
@@ -157,6 +164,14 @@ class DeviceRecord:
     @cached_property
     def _rates(self) -> Mapping[tuple[str, str], OpRate]:
         return {(rate.kind, rate.dtype): rate for rate in self.rates}
+
+    @cached_property
+    def _paces(self) -> Mapping[str, float]:
+        return dict(self.op_paces)
+
+    def pace_of(self, op: str) -> float:
+        """Returns the time of an op within steps relative to that by the rate of its kind."""
+        return self.pace * self._paces.get(op, 1.0)
 
     def rate_of(self, kind: str, dtype: str) -> OpRate:
         """Returns the rate of a kind of op: for the type of number, for any type, or that of the next similar kind.

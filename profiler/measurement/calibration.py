@@ -5,23 +5,36 @@ from __future__ import annotations
 import platform
 import statistics
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.device_record import DeviceRecord, OpRate
 from profiler.measurement.device_memory import measure_link
+from profiler.measurement.meter import metered, time_meter
 from profiler.progress import told_by
-from profiler.simulation.op_costs import kind_of, work_of
+from profiler.simulation.op_costs import DeviceCosts, kind_of, name_of, work_of
+from profiler.workload.tensor_trees import map_tensors, tensors_in
+from profiler.workload.workload import Workload
 
 _aten = torch.ops.aten
 Progress = Callable[[str, int, int], None]
 Make = Callable[[int], tuple[Any, tuple[Any, ...]]]  # of a size: an op, and its arguments
-_REPEATS, _SECONDS = 30, 0.25  # of one op at one size, at most
+_STEPS = 9  # of each model
+_LONG_SECONDS = 5e-5
+_SECONDS = 0.2  # for one op at one size
+_MOST_SETS = 400
+# Tensors are worked on in turns: operands of products are in some cache in a step, those of other ops mostly in none.
+_IN_CACHES = ("matmul", "attention", "attention_backward")
+_WARM_BYTES, _COLD_BYTES = 96 * 2**20, 768 * 2**20
 _LEAST, _MOST = 0.85, 1.2  # how far a step was seen to be from the sum of its ops
 
 
@@ -45,9 +58,9 @@ def calibrate(device: str | None = None, *, progress: Progress | None = None) ->
         if points:
             rates.append(OpRate(kind=kind, dtype=dtype, points=points, source="measured"))
     rates.append(OpRate(kind="memory", points=_of(rates, "elementwise"), source="as elementwise"))
-    report("link", len(kinds) - 1, len(kinds))
+    report("whole steps", len(kinds) - 1, len(kinds))
     cuda = found.type == "cuda"
-    return DeviceRecord(
+    record = DeviceRecord(
         name=torch.cuda.get_device_name(found) if cuda else _processor(),
         kind="cuda" if cuda else "cpu",
         memory_bytes=torch.cuda.get_device_properties(found).total_memory if cuda else psutil.virtual_memory().total,
@@ -63,6 +76,75 @@ def calibrate(device: str | None = None, *, progress: Progress | None = None) ->
             f"{torch.get_num_threads()} thread(s)",
         ),
     )
+    return _at_pace_of_steps(record, found)
+
+
+class _Timed(TorchDispatchMode):
+    """Times each op of a step beside what it was expected to take; names of ops are keys."""
+
+    def __init__(self, costs: DeviceCosts, device: torch.device) -> None:
+        super().__init__()
+        self.measured: Counter[str] = Counter()
+        self.expected: Counter[str] = Counter()
+        self.all_expected = 0.0
+        self._costs, self._device = costs, device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        begun = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        took = time.perf_counter() - begun
+        expected = self._costs.seconds(func, args, kwargs or {}, result)
+        self.all_expected += expected
+        if expected > _LONG_SECONDS:  # Of short ones this mode takes a large part.
+            self.measured[name_of(func)] += took  # type: ignore[assignment]
+            self.expected[name_of(func)] += expected  # type: ignore[assignment]
+        return result
+
+
+def _at_pace_of_steps(record: DeviceRecord, device: torch.device) -> DeviceRecord:
+    """Returns the record with the pace of ops within steps, where caches hold other things than beside them."""
+    timed, ratios = _Timed(DeviceCosts(record), device), []
+    workloads = [build(device) for build in (_transformer, _convolutions)]
+    for workload in workloads:
+        workload.step()
+        for _ in range(3):
+            with timed:
+                workload.step()
+    paces = tuple((op, timed.measured[op] / seconds) for op, seconds in sorted(timed.expected.items()))
+    record = replace(record, op_paces=paces)
+    for workload in workloads:
+        whole = _Timed(DeviceCosts(record), device)
+        seconds = [metered(time_meter(device), workload.step).seconds for _ in range(_STEPS)]
+        with whole:
+            workload.step()
+        ratios.append(statistics.median(seconds) / whole.all_expected)
+    return replace(record, pace=statistics.geometric_mean(ratios))
+
+
+def _transformer(device: torch.device) -> Workload:
+    width, layers, rows = (1024, 4, 512) if device.type == "cuda" else (256, 8, 128)
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, activation=functional.gelu, batch_first=True)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Workload(model, torch.randn(12, rows, width, device=device), loss=_squared, optimizer=optimizer)
+
+
+def _convolutions(device: torch.device) -> Workload:
+    width, side = (128, 64) if device.type == "cuda" else (32, 32)
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+    for _ in range(8):
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 1)]
+    model = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Workload(model, torch.randn(48, 3, side, side, device=device), loss=_squared, optimizer=optimizer)
+
+
+def _squared(output: Tensor) -> Tensor:
+    return output.square().mean()
 
 
 def _device(name: str | None) -> torch.device:
@@ -101,10 +183,11 @@ def _points(device: torch.device, sizes: list[int], makes: Sequence[Make]) -> tu
         for make in makes:
             op, args = make(size)
             try:
-                result, took = _seconds(device, op, args)
+                kind = kind_of(op, args)
+                result, took = _seconds(device, op, args, _WARM_BYTES if kind in _IN_CACHES else _COLD_BYTES)
             except (RuntimeError, NotImplementedError):  # The device has no such kernel.
                 continue
-            works.append(work_of(kind_of(op, args), op, args, {}, result))
+            works.append(work_of(kind, op, args, {}, result))
             seconds.append(took)
             del result, args
         if works:
@@ -116,25 +199,31 @@ def _points(device: torch.device, sizes: list[int], makes: Sequence[Make]) -> tu
     return tuple(increasing)
 
 
-def _seconds(device: torch.device, op: Any, args: tuple[Any, ...]) -> tuple[Any, float]:
-    """Returns the result of an op, and its median time; what it returns is freed each time, as in a step."""
+def _seconds(device: torch.device, op: Any, args: tuple[Any, ...], beside_bytes: int) -> tuple[Any, float]:
+    """Returns the result of an op, and its median time, with so many bytes of other tensors between two uses of one."""
     result = op(*args)
+    size_bytes = sum(tensor.nbytes for tensor in tensors_in((args, result)))
+    count = int(min(_MOST_SETS, max(2, beside_bytes // max(1, size_bytes))))
+    sets = [args, *(map_tensors(torch.clone, args) for _ in range(count - 1))]
+    results: deque[Any] = deque(maxlen=max(1, count - 1))  # Memory of results that went is cold, too.
     times: list[float] = []
     begun = time.perf_counter()
-    while len(times) < 3 or (len(times) < _REPEATS and time.perf_counter() - begun < _SECONDS):
-        result = None
+    while len(times) < 2 * count or time.perf_counter() - begun < _SECONDS / 2:
+        chosen = sets[len(times) % count]
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            result = op(*args)
+            results.append(op(*chosen))
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1000)
         else:
             start = time.perf_counter()
-            result = op(*args)
+            results.append(op(*chosen))
             times.append(time.perf_counter() - start)
-    return result, statistics.median(times)
+        if time.perf_counter() - begun > _SECONDS and len(times) > 2:
+            break
+    return result, statistics.median(times[min(count, len(times) // 2) :])
 
 
 def _samples(device: torch.device) -> Iterator[tuple[str, str, list[int], Sequence[Make]]]:
@@ -235,17 +324,22 @@ def _samples(device: torch.device) -> Iterator[tuple[str, str, list[int], Sequen
             "in_place": [of(_aten.add_.Tensor, vector, vector), of(_aten.mul_.Scalar, vector, fixed(1.0))],
             "copy": [of(_aten.clone.default, vector)],
             "fill": [of(_aten.zeros_like.default, vector)],
-            "transcendental": [of(_aten.gelu.default, vector), of(_aten.tanh.default, vector)],
+            "gelu": [of(_aten.gelu.default, vector)],
+            "transcendental": [of(_aten.tanh.default, vector), of(_aten.exp.default, vector)],
             "softmax": [of(_aten._softmax.default, rows, fixed(-1), fixed(False))],
             "normalization": [
                 of(
                     _aten.native_layer_norm.default,
                     rows,
                     fixed([256]),
-                    lambda n: weights(),
-                    lambda n: weights(),
+                    lambda n, weights=weights: weights(),
+                    lambda n, weights=weights: weights(),
                     fixed(1e-5),
                 )
+            ],
+            "batch_norm": [lambda n, image=image: (_aten.native_batch_norm.default, _batch_norm(image(n))[0])],
+            "batch_norm_backward": [
+                lambda n, image=image: (_aten.native_batch_norm_backward.default, _batch_norm(image(n))[1])
             ],
             "reduction": [of(_aten.sum.dim_IntList, rows, fixed([0])), of(_aten.mean.dim, rows, fixed([-1]))],
             "indexing": [
@@ -260,3 +354,12 @@ def _samples(device: torch.device) -> Iterator[tuple[str, str, list[int], Sequen
         }  # fmt: skip
         for kind, makes in kinds.items():
             yield kind, name, elements, makes
+
+
+def _batch_norm(image: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the arguments of a batch norm's forward and backward on an image."""
+    weight, bias, mean, variance = (torch.ones(image.shape[1], device=image.device) for _ in range(4))
+    forward = (image, weight, bias, mean, variance, True, 0.1, 1e-5)
+    _, saved_mean, saved_scale = _aten.native_batch_norm.default(*forward)
+    backward = (image, image, weight, mean, variance, saved_mean, saved_scale, True, 1e-5, [True, True, True])
+    return forward, backward

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from profiler.device_record import BY_FLOPS, DeviceRecord
@@ -21,13 +20,15 @@ _KINDS = {
     "flip as_strided_scatter slice_scatter unfold_backward tril triu _foreach_copy_ expand_copy split_with_sizes_copy",
     "fill": "zeros zeros_like ones ones_like full full_like fill_ zero_ new_zeros new_full new_ones arange "
     "_foreach_zero_ scalar_tensor",
-    "transcendental": "gelu gelu_backward exp exp_ log log1p expm1 tanh tanh_backward sigmoid sigmoid_backward silu "
-    "silu_backward pow rsqrt sqrt erf sin cos softplus softplus_backward mish mish_backward elu elu_backward hardswish "
+    "gelu": "gelu gelu_backward erf",
+    "transcendental": "exp exp_ log log1p expm1 tanh tanh_backward sigmoid sigmoid_backward silu "
+    "silu_backward pow rsqrt sqrt sin cos softplus softplus_backward mish mish_backward elu elu_backward hardswish "
     "logsigmoid log_sigmoid_forward log_sigmoid_backward atan2 acos",
     "softmax": "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax logsumexp",
-    "normalization": "native_layer_norm native_layer_norm_backward native_batch_norm native_batch_norm_backward "
-    "_native_batch_norm_legit native_group_norm native_group_norm_backward cudnn_batch_norm cudnn_batch_norm_backward "
+    "normalization": "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
     "_fused_rms_norm _fused_rms_norm_backward",
+    "batch_norm": "native_batch_norm _native_batch_norm_legit cudnn_batch_norm",
+    "batch_norm_backward": "native_batch_norm_backward cudnn_batch_norm_backward",
     "reduction": "sum mean max min amax amin var std var_mean norm linalg_vector_norm _foreach_norm argmax argmin "
     "cumsum prod any all topk sort",
     "indexing": "embedding embedding_dense_backward index index_put index_put_ _index_put_impl_ gather scatter "
@@ -70,7 +71,7 @@ class DeviceCosts:
             return 0.0
         if kind.endswith(("convolution", "convolution_backward")):
             self._convolution_bytes = max(self._convolution_bytes, _moved_bytes(args, kwargs, ()))
-        dtype = _dtype_of(tensors_in(result) or tensors_in((args, kwargs)))
+        dtype = dtype_of(result, args, kwargs)
         cuda = self.device.kind == "cuda"
         if kind == "matmul" and dtype == "float32" and cuda and torch.backends.cuda.matmul.allow_tf32:
             dtype = "tfloat32"
@@ -78,16 +79,17 @@ class DeviceCosts:
         if kind in BY_FLOPS and cuda:  # A product with few rows is limited by reading its matrices.
             moved_bytes = _moved_bytes(args, kwargs, result)
             seconds = max(seconds, self.device.rate_of("memory", dtype).seconds(moved_bytes))
-        return seconds
+        return seconds * self.device.pace_of(name_of(op))
 
     def transient_bytes(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
         """Returns the most bytes that the kernel of an op holds while it runs, beside its arguments and its result."""
-        rule = _TRANSIENT[self.device.kind].get(_name_of(op))
+        rule = _TRANSIENT[self.device.kind].get(name_of(op))
         return 0 if rule is None else int(rule(args, kwargs, result))
 
 
 @functools.cache
-def _name_of(op: Any) -> str:
+def name_of(op: Any) -> str:
+    """Returns the name of an op without namespace and overload; empty of what is no op."""
     return op._schema.name.partition("::")[2] if isinstance(op, torch._ops.OpOverload) else ""
 
 
@@ -102,13 +104,13 @@ def _is_view(op: Any) -> bool:
 
 def kind_of(op: Any, args: tuple[Any, ...]) -> str:
     """Returns the kind of an op, as device files name them."""
-    name = _name_of(op)
+    name = name_of(op)
     if name in _MATMUL:
         return "matmul"
     if name in ("convolution", "convolution_backward", "_convolution"):
         groups = args[8] if name != "convolution_backward" else args[9]
         return f"grouped_{name}" if groups > 1 else name
-    if "_attention" in name and op.overloadpacket in flop_registry:
+    if "_attention" in name and (op.overloadpacket in flop_registry or "_for_cpu" in name):
         return "attention_backward" if name.endswith("backward") else "attention"
     if (kind := _KIND_OF.get(name)) is not None:
         return kind
@@ -127,13 +129,19 @@ def _of_bytes(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
 
 
 def _flops(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    if "_for_cpu" in name_of(op):  # Of these torch has no count.
+        backward = name_of(op).endswith("backward")
+        query, key = args[1:3] if backward else args[:2]
+        return (10 if backward else 4) * query.numel() * key.shape[-2]
     count = flop_registry.get(op.overloadpacket)
     if count is None:
         return 2 * sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
     return count(*args, **kwargs, out_val=result)
 
 
-def _dtype_of(tensors: list[Tensor]) -> str:
+def dtype_of(*trees: Any) -> str:
+    """Returns the type of the numbers of the first tensor, as device files name it; empty where there is none."""
+    tensors = tensors_in(trees)
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
 
 

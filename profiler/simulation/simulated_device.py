@@ -274,8 +274,11 @@ def _swaps_of(fakes: FakeTensorMode) -> Iterator[None]:
     swap_tensors, converter = torch.utils.swap_tensors, fakes.fake_tensor_converter
 
     def swap(first: Tensor, second: Tensor) -> None:
-        converter.meta_converter.tensor_memo.clear()
-        converter.constant_storage_mapping.clear()
+        if (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride()):
+            return  # It was moved to the only device that there is, where it has been.
+        for memory in (converter.meta_converter.tensor_memo, converter.constant_storage_mapping):
+            memory.clear()
+        converter.meta_converter.describer.lookup_tensor.clear()
         swap_tensors(first, second)
 
     torch.utils.swap_tensors = swap
