@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.device_record import DeviceRecord
 from profiler.recomputation.op_schema import traits_of
+from profiler.workload.tensor_parts import any_distributed
 
 # Larger tensors of whole numbers are fake as well.
 MOST_REAL_BYTES = 64 * 2**20
@@ -99,6 +100,16 @@ class SimulatedDevice(TorchDispatchMode):
         # Torch keeps the Python object of a storage for as long as anything refers to the storage itself.
         weakref.finalize(storage, self._let_go, key)
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage anew whose size has changed, as that of parameters that ranks gather and give back."""
+        key = storage._cdata
+        if key in self._size_bytes:
+            before, after = self._size_bytes[key], storage.nbytes()
+            self._size_bytes[key] = after
+            self.live_bytes += after - before
+            self.live_block_bytes += self._block_bytes(after) - self._block_bytes(before)
+            self._note_peak()
+
     def _let_go(self, key: int) -> None:
         size_bytes = self._size_bytes.pop(key)
         self.live_bytes -= size_bytes
@@ -134,6 +145,8 @@ class SimulatedDevice(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any_distributed(types):
+            return NotImplemented  # It comes back for the part that lies here.
         if func.namespace == "prim":  # Asks for a fake tensor's device.
             return func(*args, **kwargs)
         result = self._run(func, args, kwargs)
@@ -150,8 +163,10 @@ class SimulatedDevice(TorchDispatchMode):
         given = _tensors_in((args, kwargs))
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             return self._run_fake(func, args, kwargs, given)
-        in_place = func._schema.is_mutable and all(map(is_whole, given))
-        if func not in _READERS and not in_place:  # What is written to would be written to twice.
+        whole = all(map(is_whole, given))
+        shaped_by_values = torch.Tag.dynamic_output_shape in func.tags
+        # What is written to would be written to twice.
+        if func not in _READERS and not (whole and (func._schema.is_mutable or shaped_by_values)):
             result = func(*args, **kwargs)
             if not all(map(is_whole, (*given, *_tensors_in(result)))):
                 return result
@@ -260,7 +275,7 @@ def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
     if _active is not None:
         raise RuntimeError("simulating: a device is being simulated already; leave it first")
     device, fakes = SimulatedDevice(costs), FakeTensorMode(allow_non_fake_inputs=True)
-    with fakes, device, _swaps_of(fakes):
+    with fakes, device, _swaps_of(fakes), _resizes_of(device):
         _active = device
         try:
             yield device
@@ -286,3 +301,20 @@ def _swaps_of(fakes: FakeTensorMode) -> Iterator[None]:
         yield
     finally:
         torch.utils.swap_tensors = swap_tensors
+
+
+@contextlib.contextmanager
+def _resizes_of(device: SimulatedDevice) -> Iterator[None]:
+    """Tells the device of storages that are resized, which no op does."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        device.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_  # Its own is inherited.
