@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import dict_version
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from profiler.recomputation.remembered_tensors import (
@@ -549,6 +550,8 @@ def _is_scripted(kind: type) -> bool:
 
 
 def _lies_as(tensor: Tensor, placed: Tensor) -> bool:
+    if isinstance(tensor, FakeTensor) or isinstance(placed, FakeTensor):  # They have no address.
+        return (tensor.shape, tensor.dtype, storage_key(tensor)) == (placed.shape, placed.dtype, storage_key(placed))
     return (tensor.shape, tensor.dtype, tensor.data_ptr()) == (placed.shape, placed.dtype, placed.data_ptr())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,7 +213,8 @@ def _autocast_of_cuda() -> Iterator[None]:
             if overload.endswith("out") or op._schema.is_mutable:
                 continue
             kernel = _with_dtype(op) if name in _WITH_DTYPE else _in_float32(op)
-            with contextlib.suppress(RuntimeError):  # An overload that autocast cannot be given a kernel for.
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # That another kernel is replaced, which is meant.
                 library.impl(op, kernel, "AutocastCPU", allow_override=True)
     begun = torch.amp.autocast_mode.autocast.__init__
 

@@ -28,7 +28,9 @@ except SystemExit as end:
     slow = {"torch", "pandas", "matplotlib", "solvers", "plotly", "jinja2"}
     print(end.code, *sorted(slow & set(sys.modules)), file=sys.stderr)
 """
-COMMANDS = ("profile", "solve", "pareto", "train", "compare", "max-batch", "advise", "show", "demo")
+COMMANDS = (
+    *("profile", "solve", "pareto", "train", "compare", "estimate", "calibrate", "max-batch", "advise", "show", "demo"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def test_help_says_what_the_solvers_say():
     assert pareto_curves.GRAPH_SECONDS == options.PARETO_SECONDS
 
 
-MOST_OPTIONS = 68  # in the help of all commands together, --help aside; each is one more to read and to test
+MOST_OPTIONS = 79  # in the help of all commands together, --help aside; each is one more to read and to test
 
 
 def test_help_lists_few_options():

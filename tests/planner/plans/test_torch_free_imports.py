@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-NEED_TORCH = {"profiling", "pipeline_profile"}  # they measure
+NEED_TORCH = {"profiling", "pipeline_profile", "estimating"}  # they run steps
 PLANS = [path.stem for path in sorted((ROOT / "planner/plans").glob("[a-z]*.py")) if path.stem not in NEED_TORCH]
 OTHERS = ["profiler", "planner.units", "profiler.json_files", "profiler.op_graph", "profiler.records", "solvers"]
 IMPORT_EACH = """
