@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from profiler.json_files import from_plain, read_document, to_plain, write_document
-from profiler.records import LinkRecord, Rate
 from profiler.step_graph import Bytes, Seconds
 
 FORMAT = "planner-device"
 VERSION = 1
+Rate = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Factor = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -119,6 +119,26 @@ class NetworkRecord:
             rate = min(rate, self.between_bytes_per_second * self.ranks_per_machine)
         sent_bytes = whole_bytes * (ranks - 1) / ranks
         return self.latency_seconds + (sent_bytes / (rate * self.reached) if rate else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRecord:
+    """The link between the device and host memory, as measured while the device computes.
+
+    Attributes:
+        to_host_bytes_per_second, to_device_bytes_per_second: the bandwidth of large copies from and to pinned memory.
+        latency_seconds: the time of a copy of hardly any bytes.
+        devices: the number of devices that may share it.
+        host_bytes: host memory that is there for each of them; None where it is not known.
+        pinned: whether the host memory could be pinned.
+    """
+
+    to_host_bytes_per_second: Rate
+    to_device_bytes_per_second: Rate
+    latency_seconds: Seconds = 0.0
+    devices: Annotated[int, msgspec.Meta(ge=1)] = 1
+    host_bytes: Bytes | None = None
+    pinned: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +247,35 @@ class DeviceRecord:
             return from_plain(cls, data)
         except ValueError as error:
             raise ValueError(f"{where}: this is no device file: {error}; write one with planner calibrate") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateRecord:
+    """What a profile stands on that no device has measured.
+
+    Attributes:
+        device: the name of the device.
+        origin: of what is known of it: ``data sheet``, or ``calibrated`` on the device itself.
+        memory_bytes: that a step may have on it.
+        least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
+        margin_bytes: by which the peak may be higher than predicted.
+        margin: why, in words; empty without one.
+    """
+
+    device: str
+    origin: Literal["data sheet", "calibrated"]
+    memory_bytes: Bytes
+    least_seconds: Rate
+    most_seconds: Rate
+    margin_bytes: Bytes = 0
+    margin: str = ""
+
+    def in_words(self) -> str:
+        """What it is that no device has measured, and how far off it may be."""
+        of = "its data sheet" if self.origin == "data sheet" else "ops timed on it"
+        text = f"for {self.device}, from {of}; the time may be {self.least_seconds:g} to {self.most_seconds:g} times as"
+        text += " long"
+        return f"{text}, the peak {self.margin_bytes:,} bytes higher: {self.margin}" if self.margin_bytes else text
 
 
 def device_names() -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from profiler.device_record import EstimateRecord, LinkRecord, Rate
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.op_graph import StageOps
 from profiler.program_replay import call_replay, forward_flow, kept_and_rerun, name_of_runs
@@ -28,7 +29,6 @@ VERSION = 3
 
 # A recomputed call keeps nothing, keeps its saved tensors, or keeps them and stops once all are there.
 RecomputeMode = Literal["drop", "keep", "until_saved"]
-Rate = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -341,26 +341,6 @@ class OpRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRecord:
-    """The link between the device and host memory, as measured while the device computes.
-
-    Attributes:
-        to_host_bytes_per_second, to_device_bytes_per_second: the bandwidth of large copies from and to pinned memory.
-        latency_seconds: the time of a copy of hardly any bytes.
-        devices: the number of devices that may share it.
-        host_bytes: host memory that is there for each of them; None where it is not known.
-        pinned: whether the host memory could be pinned.
-    """
-
-    to_host_bytes_per_second: Rate
-    to_device_bytes_per_second: Rate
-    latency_seconds: Seconds = 0.0
-    devices: Annotated[int, msgspec.Meta(ge=1)] = 1
-    host_bytes: Bytes | None = None
-    pinned: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOutRecord:
     """Equal blocks that would have been stages, had something not spoken against running them again.
 
@@ -377,35 +357,6 @@ class LeftOutRecord:
     kept_bytes: Bytes
     reason: str
     remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateRecord:
-    """What a profile stands on that no device has measured.
-
-    Attributes:
-        device: the name of the device.
-        origin: of what is known of it: ``data sheet``, or ``calibrated`` on the device itself.
-        memory_bytes: that a step may have on it.
-        least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
-        margin_bytes: by which the peak may be higher than predicted.
-        margin: why, in words; empty without one.
-    """
-
-    device: str
-    origin: Literal["data sheet", "calibrated"]
-    memory_bytes: Bytes
-    least_seconds: Rate
-    most_seconds: Rate
-    margin_bytes: Bytes = 0
-    margin: str = ""
-
-    def in_words(self) -> str:
-        """What it is that no device has measured, and how far off it may be."""
-        of = "its data sheet" if self.origin == "data sheet" else "ops timed on it"
-        text = f"for {self.device}, from {of}; the time may be {self.least_seconds:g} to {self.most_seconds:g} times as"
-        text += " long"
-        return f"{text}, the peak {self.margin_bytes:,} bytes higher: {self.margin}" if self.margin_bytes else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

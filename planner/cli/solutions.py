@@ -16,8 +16,9 @@ from planner.plans.refusals import require_schedule
 from planner.plans.solving import feasible_solution, solver_for
 from planner.plans.sources import Source, problem_from
 from planner.units import parse_bytes
+from profiler.device_record import EstimateRecord
 from profiler.json_files import from_plain, to_plain
-from profiler.records import EstimateRecord, LeftOutRecord, PiecesRecord, Profile
+from profiler.records import LeftOutRecord, PiecesRecord, Profile
 from profiler.target_record import TargetRecord
 from solvers import Chain, Problem, Replay, Schedule, Solution, replay
 from solvers.chain.baselines import keep_all_replay

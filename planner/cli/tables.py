@@ -22,8 +22,8 @@ from planner.explain.tables import (
 from planner.plans.plan import pieces_in_words
 from planner.plans.refusals import blocks_in_words
 from planner.units import counted, exact_bytes, format_bytes, format_seconds, names_in_short
-from profiler.device_record import BY_FLOPS, DeviceRecord
-from profiler.records import EstimateRecord, LeftOutRecord, OpRecord, PiecesRecord, Profile, StageRecord
+from profiler.device_record import BY_FLOPS, DeviceRecord, EstimateRecord
+from profiler.records import LeftOutRecord, OpRecord, PiecesRecord, Profile, StageRecord
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from planner.distributed.ranks import RankError, Ranks
 from profiler.agreement import UnlikeValues, merged_largest
+from profiler.device_record import LinkRecord
 from profiler.measurement.step_measurement import Measurement
-from profiler.records import LinkRecord, Profile, ResidentBytes
+from profiler.records import Profile, ResidentBytes
 from profiler.workload.given_models import class_name
 from profiler.workload.tensor_parts import sizes_of
 from profiler.workload.tensor_trees import tensors_in

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from profiler.simulation.simulated_device import simulated_device
+from profiler.simulation.simulated_device import active_device
 
 FEWEST_RANKS = 2
 
@@ -70,13 +70,13 @@ class Traffic:
     def gathered(self, whole_bytes: int, ranks: int) -> None:
         """Everyone has everything."""
         self.sent_bytes += whole_bytes * (ranks - 1) // ranks
-        if (device := simulated_device()) is not None:
+        if (device := active_device()) is not None:
             device.communicate(whole_bytes, ranks, awaited=True)
 
     def reduced(self, whole_bytes: int, ranks: int) -> None:
         """Everyone has the sum of a part."""
         self.sent_bytes += whole_bytes * (ranks - 1) // ranks
-        if (device := simulated_device()) is not None:
+        if (device := active_device()) is not None:
             device.communicate(whole_bytes, ranks, awaited=False)
 
 
@@ -109,7 +109,7 @@ def _summed(bucket: dist.GradBucket, traffic: Traffic) -> torch.futures.Future[T
 
 def _is_gloo(tensor: Tensor) -> bool:
     """Whether ranks with such tensors would communicate through gloo, which allocates buffers of its own."""
-    device = simulated_device()
+    device = active_device()
     return tensor.device.type == "cpu" if device is None else device.record.kind == "cpu"
 
 

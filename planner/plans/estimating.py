@@ -18,7 +18,7 @@ from profiler.records import Profile
 from profiler.simulation.cuda_rules import as_on_cuda
 from profiler.simulation.fake_workload import on_fake_tensors
 from profiler.simulation.op_costs import DeviceCosts
-from profiler.simulation.simulated_device import simulated_device, simulating
+from profiler.simulation.simulated_device import active_device, simulating
 from profiler.trace.partition import Stages
 from profiler.workload.workload import Workload
 
@@ -80,7 +80,7 @@ def on_card(device: DeviceRecord) -> Iterator[None]:
 @contextmanager
 def _ranks(count: int) -> Iterator[None]:
     """Inside, this process is the first of so many ranks; optimizers wait for the gradients of the others."""
-    device = simulated_device()
+    device = active_device()
     assert device is not None
     waiting = register_optimizer_step_pre_hook(lambda *_: device.wait_for_collectives())
     try:

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from planner.units import format_bytes, parse_bytes_or_zero
+from profiler.device_record import LinkRecord
 from profiler.op_graph import StageOps
-from profiler.records import LinkRecord, Profile
+from profiler.records import Profile
 from solvers import Chain, Schedule
 from solvers.problem.chain import Link
 from solvers.problem.schedule import RUNS

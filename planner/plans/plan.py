@@ -14,16 +14,9 @@ from typing import Any, Literal
 from planner.pictures import AliveDuring, SvgPicture, html_table, small_timeline
 from planner.plans.offload_request import link_document, link_from
 from planner.units import counted, format_bytes, format_seconds, names_in_short
+from profiler.device_record import EstimateRecord
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
-from profiler.records import (
-    WHOLE_MODEL,
-    EstimateRecord,
-    LeftOutRecord,
-    MenuRecord,
-    PiecesRecord,
-    ResidentBytes,
-    StageRecord,
-)
+from profiler.records import WHOLE_MODEL, LeftOutRecord, MenuRecord, PiecesRecord, ResidentBytes, StageRecord
 from profiler.target_record import TargetRecord
 from solvers.problem.chain import Chain, Link
 from solvers.problem.schedule import RUNS, TRANSFERS, Action, Schedule

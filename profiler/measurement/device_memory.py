@@ -19,9 +19,9 @@ from torch import Tensor, distributed
 from torch._C import _autograd, _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.device_record import LinkRecord
 from profiler.json_files import MOST
-from profiler.records import LinkRecord
-from profiler.simulation.simulated_device import simulated_device
+from profiler.simulation.simulated_device import active_device
 from profiler.workload.steps import causes_of
 from profiler.workload.tensor_parts import any_distributed
 from profiler.workload.tensor_trees import tensors_in
@@ -279,7 +279,7 @@ def _says_so(error: BaseException) -> bool:
 
 def room_bytes(device: torch.device) -> int:
     """Bytes that a new tensor may take on the device: other programs may take them first."""
-    if simulated_device() is not None:  # A step that a card has no room for is estimated all the same.
+    if active_device() is not None:  # A step that a card has no room for is estimated all the same.
         return MOST
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

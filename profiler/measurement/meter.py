@@ -18,7 +18,7 @@ from torch import Tensor
 from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents, requested_bytes
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
-from profiler.simulation.simulated_device import SimulatedDevice, host_seconds, simulated_device
+from profiler.simulation.simulated_device import SimulatedDevice, active_device, host_seconds
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes
 from profiler.workload.random_states import RandomState
@@ -88,7 +88,7 @@ def memory_meter(device: torch.device, resident_bytes: int, state: TensorsOfStat
     Raises:
         ValueError: another kind of device.
     """
-    if (simulated := simulated_device()) is not None:
+    if (simulated := active_device()) is not None:
         return _SimulatedMemoryMeter(simulated, resident_bytes)
     if device.type == "cpu":
         return _CpuMemoryMeter(resident_bytes, state)

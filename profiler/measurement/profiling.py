@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from profiler.agreement import agreed, is_together, largest
+from profiler.device_record import EstimateRecord
 from profiler.measurement.assembly import assemble
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.device_memory import (
@@ -25,8 +26,8 @@ from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
 from profiler.measurement.unsteady_bytes import what_is_drawn
-from profiler.records import EstimateRecord, Profile
-from profiler.simulation.simulated_device import SimulatedDevice, simulated_device
+from profiler.records import Profile
+from profiler.simulation.simulated_device import SimulatedDevice, active_device
 from profiler.trace.partition import Stages, StagesError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched
@@ -163,7 +164,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
         profile = replace(profile, frugal=limit_bytes is not None, unsteady=(*profile.unsteady, *drawn))
         if limit_bytes is None:
             profile = replace(profile, allocator_bytes=allocator_bytes_of(workload, set_aside_bytes))
-        if (simulated := simulated_device()) is not None:
+        if (simulated := active_device()) is not None:
             return _estimated_for(simulated, profile)
         # A step that runs forward several times would send as often as that over the link.
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
@@ -203,7 +204,7 @@ def _failure(error: Exception) -> str:
 
 def first_plain_step(workload: Workload) -> None:
     """``first_step``; on the CPU it ends with a MemoryError before the system would kill the process."""
-    if workload.device.type != "cpu" or is_compiled(workload.model) or simulated_device() is not None:
+    if workload.device.type != "cpu" or is_compiled(workload.model) or active_device() is not None:
         return first_step(workload)
     with large_blocks_mapped(), RoomWatch() as watch:
         first_step(workload)

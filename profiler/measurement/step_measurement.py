@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.measurement.device_memory import faulted_bytes, held_for, release_cache, requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter, metered, metered_step, step_memory_meter, time_meter
 from profiler.records import Phase
-from profiler.simulation.simulated_device import simulated_device
+from profiler.simulation.simulated_device import active_device
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.random_states import RandomState
@@ -74,7 +74,7 @@ def allocator_bytes_of(workload: Workload, set_aside_bytes: int = 0) -> int:
         workload: whose step it is.
         set_aside_bytes: the same as for ``beside_bytes``.
     """
-    if (simulated := simulated_device()) is not None:
+    if (simulated := active_device()) is not None:
         workload.zero_grad()
         simulated.forget_peak()
         until_stepped(workload, workload.step)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from profiler.simulation.simulated_device import is_whole, simulated_device
+from profiler.simulation.simulated_device import active_device, is_whole
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.reachable import reached_from, tensors_of
 from profiler.workload.steps import ProfileError
@@ -44,7 +44,7 @@ def on_fake_tensors(workload: Workload) -> Workload:
 
 def _faked(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same layout on the simulated device."""
-    device = simulated_device()
+    device = active_device()
     assert device is not None
     if is_whole(tensor) and not isinstance(tensor, FakeTensor):
         made = tensor.detach().clone()

@@ -263,7 +263,7 @@ def host_seconds() -> float:
     return time.perf_counter() if _active is None else _active.seconds
 
 
-def simulated_device() -> SimulatedDevice | None:
+def active_device() -> SimulatedDevice | None:
     """Returns the device that steps are simulated on now; None where they run on a real one."""
     return _active
 

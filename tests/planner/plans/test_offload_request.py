@@ -25,7 +25,8 @@ from planner.plans.offload_request import (
     link_from,
     usable_link,
 )
-from profiler.records import LinkRecord, Profile
+from profiler.device_record import LinkRecord
+from profiler.records import Profile
 from solvers import Link
 from tests.support.command_line import done, refused
 
