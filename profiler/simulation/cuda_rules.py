@@ -76,7 +76,7 @@ _WITH_DTYPE = ["softmax", "log_softmax", "cumprod", "cumsum", "prod", "sum"]
 def as_on_cuda() -> Iterator[None]:
     """What runs inside on tensors of the CPU runs the ops that it would run on CUDA."""
     counts = COUNTS_ON_HOST.set(True)
-    with _autocast_of_cuda(), _steps_at_once(), _CudaFunctions():
+    with _autocast_of_cuda(), _fused_norms(), _steps_at_once(), _CudaFunctions():
         try:
             yield
         finally:
@@ -200,6 +200,21 @@ def _steps_at_once() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _fused_norms() -> Iterator[None]:
+    """The RMS norm is one op with a backward of its own, as where its device has a kernel, and not op by op."""
+
+    def kernel(*_: Any) -> Any:
+        raise NotImplementedError("Fake tensors alone are normalized on a simulated device.")
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", kernel, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager
