@@ -155,7 +155,8 @@ def _moved_bytes(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) 
 
 
 def _convolution(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    return args[0].nbytes + args[1].nbytes
+    """Returns the bytes of copies in blocks of channels: of image and weights, then of the result alone."""
+    return max(args[0].nbytes + args[1].nbytes, result.nbytes)
 
 
 def _convolution_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -170,8 +171,20 @@ def _batch_norm_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any], resul
     return args[0].nbytes
 
 
-def _mse_loss(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    return args[0].nbytes
+# What kernels of either device hold meanwhile.
+
+
+def _reduced(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns the bytes of a loss of each element, where one number is made of them."""
+    return args[0].nbytes if result.dim() < args[0].dim() else 0
+
+
+def _with_logits(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    return 2 * args[0].nbytes - (0 if result.dim() < args[0].dim() else result.nbytes)
+
+
+def _logsumexp(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    return args[0].nbytes + result.nbytes
 
 
 # Backward kernels of fused attention on CUDA, from kernel_backward.h of mem_eff_attention and flash_api.cpp in PyTorch.
@@ -207,15 +220,21 @@ def _flash_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: An
     return summed_bytes + expanded
 
 
+_TRANSIENT_ANYWHERE = {
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _reduced),
+    "binary_cross_entropy_with_logits": _with_logits,
+    "logsumexp": _logsumexp,
+}
 _TRANSIENT: dict[str, dict[str, Any]] = {
     "cpu": {
+        **_TRANSIENT_ANYWHERE,
         "convolution": _convolution,
         "convolution_backward": _convolution_backward,
         "native_batch_norm": _batch_norm,
         "native_batch_norm_backward": _batch_norm_backward,
-        "mse_loss": _mse_loss,
     },
     "cuda": {
+        **_TRANSIENT_ANYWHERE,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
         "_scaled_dot_product_flash_attention_backward": _flash_backward,
     },

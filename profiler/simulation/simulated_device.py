@@ -218,6 +218,10 @@ _USUALLY = {
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
+# Their result is made as large as the arguments, and is one number in that storage then.
+_SHRUNK = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.binary_cross_entropy.default}
+
+
 def _with_positions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Arguments of an op that picks elements, with their positions in the place of real masks: how many is known."""
     if func not in _INDEXED or len(args) < 2:
@@ -238,7 +242,10 @@ def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Its rule for shapes takes bfloat16 alone; kernels take float32 as well.
         halves = [each.to(torch.bfloat16) for each in args[:2]]
         return func(*halves, *args[2:], **{**kwargs, "out_dtype": None}).to(args[0].dtype)
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if func in _SHRUNK and result.dim() < args[0].dim():
+        return result.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
+    return result
 
 
 def _key(tensor: Tensor) -> int:
