@@ -73,7 +73,8 @@ def train_command(
 ) -> None:
     """Train for some steps, and check predictions against measurements.
 
-    With --plan, train under that plan; with --budget, first profile the model and solve for a plan.
+    With --plan, train under that plan; with --budget, first profile the model and solve for a plan. A plan that planner
+    estimate made is first checked by a step, and made anew from measurements if it does not keep its budget here.
 
     Under torchrun, each rank trains on its own batch, and only the first rank prints.
     """
@@ -130,6 +131,7 @@ def _run(
     from planner.runtime.model_match import PlanMismatch
     from planner.training.oom_report import failure_text
     from planner.training.training import OutOfMemory, TrainingInterrupted, train_planned
+    from planner.training.verification import corrected_here
     from profiler.measurement.device_memory import ran_out
 
     if (file is None) == (budget is None):
@@ -149,6 +151,10 @@ def _run(
             assert budget is not None
             measured = profile_of_target(workload, chosen, progress, numerics)
             plan = solve(measured, budget, headroom=headroom or 0, numerics=numerics)
+        elif plan.estimate is not None:
+            estimated, plan = plan, corrected_here(workload, plan, progress=progress)
+            if plan is not estimated:
+                out.note("the estimated plan does not keep its budget here: another was made from measurements")
     try:
         with out.working() as progress:
             progress("measure a step", 0, 1)

@@ -11,13 +11,18 @@ from functools import partial
 
 from planner.distributed.ranks import together
 from planner.explain.measured_step import Places
+from planner.plans.offload_request import OffloadMode
 from planner.plans.plan import Plan, chain_in
-from planner.plans.solving import replan, repriced
-from planner.runtime.applier import apply
+from planner.plans.profiling import profile
+from planner.plans.solving import find_plan, replan, repriced
+from planner.runtime.applier import apply, measure
 from planner.runtime.model_match import check_precision, given_plan
 from planner.runtime.plan_checks import check_device, check_inputs
 from planner.training.solver_comparison import seconds_in_turns
+from planner.units import format_bytes
 from profiler.agreement import agreed, largest, made_by_rank0
+from profiler.measurement.device_memory import give_back_freed_memory, ran_out
+from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter, typical_seconds
 from profiler.measurement.planned_probe import PlannedProbe
 from profiler.progress import tell
@@ -90,6 +95,41 @@ class Verification:
 
     plan: Plan
     rounds: tuple[VerifiedRound, ...]
+
+
+def corrected_here(workload: Workload, plan: Plan, *, progress: Progress | None = None) -> Plan:
+    """Check a plan that was estimated for this device, by a step under it; make another where it does not hold.
+
+    Args:
+        workload: the training step, on the device; it is left as it was found.
+        plan: made from an estimated profile.
+        progress: called as ``progress(what, done, total)`` before each run.
+
+    Returns:
+        The plan, if a step under it stays within its budget. Otherwise a plan for the same budget, from a profile that
+        is measured here.
+
+    Raises:
+        Infeasible: no plan fits the budget here.
+        PlanMismatch: the plan is for another model or another precision.
+        ProfileError: the step fails.
+    """
+    try:
+        with apply(workload.model, plan):
+            peak_bytes = measure(workload, repeats=1).peak_bytes
+        holds, why = peak_bytes <= plan.budget_bytes, f"a step takes {format_bytes(peak_bytes)} here"
+    except (RuntimeError, MemoryError, ValueError) as error:
+        if not ran_out(error):
+            raise
+        holds, why = False, "memory runs out here"
+    if agreed(holds):
+        tell("planner", f"the estimated plan was checked: {why}, within its budget")
+        return plan
+    tell("planner", f"the estimated plan does not hold: {why}; profiling, and solving again for its budget")
+    give_back_freed_memory(workload.device)
+    measured = replace(profile(workload, progress=progress), target=plan.target)
+    offload: OffloadMode = "never" if plan.link is None else "auto"
+    return find_plan(measured, plan.budget_bytes, offload=offload, headroom=plan.headroom_bytes)
 
 
 def verify(
