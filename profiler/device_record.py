@@ -282,3 +282,8 @@ def device_names() -> list[str]:
     """Returns the names of the cards that come with the package."""
     folder = resources.files("profiler") / "devices"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def is_card(device: str | None) -> bool:
+    """Whether a name is that of a card or of a device file, and not of a device of torch's."""
+    return device is not None and (device.lower() in device_names() or device.endswith(".json"))

@@ -10,6 +10,7 @@ from planner.capacity.lever_search import SearchOutcome, search_levers
 from planner.capacity.levers import Combination, Lever, lever_options
 from planner.capacity.workload_variants import BATCH_KEY, Target, WorkloadVariants
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
+from planner.plans.estimating import on_named_device
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import check_size, format_bytes, parse_bytes
 from profiler.measurement.measuring import Progress
@@ -99,7 +100,8 @@ def advise(
         budget: bytes, ``"32GB"``, ``"512MiB"``, or ``"70%"`` of the unplanned peak: the most bytes alive at once.
         settings: arguments of the target's function.
         batch_key: the setting that gives the number of samples per step.
-        device: move the model there first; not for a Workload.
+        device: move the model there first; not for a Workload. A card (``"h100"``) or a device file, as ``estimate``
+            takes them: all is then estimated.
         offload: as for ``solve``: without a link in the profile or here nothing is sent.
         menus: capture stages as graphs, and plan their ops.
         progress: called as ``progress(what, done, total)`` before each part.
@@ -109,7 +111,21 @@ def advise(
         ValueError: an invalid target, budget or setting.
     """
     check_size(budget)  # refused before anything is measured
-    variants = WorkloadVariants(target, settings or {}, batch_key, device, menus, progress)
+    with on_named_device(device) as moved_to:
+        return _advise(target, budget, settings or {}, batch_key, moved_to, offload, menus, progress)
+
+
+def _advise(
+    target: Target,
+    budget: str | int,
+    settings: Mapping[str, Any],
+    batch_key: str,
+    device: str | None,
+    offload: Offload | OffloadMode,
+    menus: bool,
+    progress: Progress | None,
+) -> Advice:
+    variants = WorkloadVariants(target, settings, batch_key, device, menus, progress)
     profile = variants.profile("", 1)
     budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
     outcome = search_levers(lever_options(variants, budget_bytes, offload_from(offload)))

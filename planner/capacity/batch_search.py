@@ -12,6 +12,7 @@ from planner.capacity.scaling import IncompatibleProfiles, PerSizeProfiles, Prof
 from planner.capacity.step_trial import Build, release
 from planner.distributed.ranks import together
 from planner.distributed.sharding import Engine, sharded_together
+from planner.plans.estimating import on_named_device
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.profiling import profile
@@ -58,7 +59,8 @@ def max_batch(
         vary: the argument of the target's function to search over, a whole number.
         settings: its other arguments.
         step: sizes are multiples of it, or of a larger number where the target refuses others.
-        device: move the model there first.
+        device: move the model there first; or a card (``"h100"``) or a device file, as for ``estimate``: steps are then
+            estimated.
         offload: as for ``solve``.
         menus: capture stages as graphs, and plan their ops.
         headroom: the part of the budget that no step may use: bytes, or ``"5%"`` of it.
@@ -79,10 +81,10 @@ def max_batch(
         )
     if step < 1:
         raise ValueError(f"step: expected at least 1, got {step}; give a whole number above zero")
-    build = _builder(target, vary, settings or {}, device, shard)
     report = _CountedReport(progress, vary)
     unused = (f"{vary} is what is searched for: the value in --set is not used",) if vary in (settings or {}) else ()
-    with together("max_batch"):
+    with on_named_device(device) as moved_to, together("max_batch"):
+        build = _builder(target, vary, settings or {}, moved_to, shard)
         limits = _limits(build, vary, step, usable, offload_from(offload), menus, report, unused)
     headroom_bytes = usable.budget_bytes - usable.usable_bytes
     return replace(limits, budget_bytes=usable.budget_bytes, headroom_bytes=headroom_bytes)

@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.distributed.sharding import Engine, check_engine, sharded
 from planner.distributed.simulated_ranks import simulate_collectives, simulated_group
 from planner.plans.profiling import profile
 from planner.plans.solving import Numerics
-from profiler.device_record import DeviceRecord
+from profiler.device_record import DeviceRecord, is_card
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
 from profiler.simulation.cuda_rules import as_on_cuda
@@ -20,6 +25,7 @@ from profiler.simulation.fake_workload import on_fake_tensors
 from profiler.simulation.op_costs import DeviceCosts
 from profiler.simulation.simulated_device import active_device, simulating
 from profiler.trace.partition import Stages
+from profiler.workload.steps import ProfileError, causes_of
 from profiler.workload.workload import Workload
 
 
@@ -74,7 +80,50 @@ def estimate(
 def on_card(device: DeviceRecord) -> Iterator[None]:
     """Tensors that are made inside are fake, and lie on a device that need not be there; profiles are estimates."""
     with simulating(DeviceCosts(device)), as_on_cuda() if device.kind == "cuda" else nullcontext():
-        yield
+        try:
+            yield
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            if why := _why_not(error):
+                raise ProfileError(f"estimate: {why}") from error
+            raise
+
+
+def _why_not(error: BaseException) -> str:
+    """Why a step cannot run without values, and what to do; empty where something else failed."""
+    for cause in causes_of(error):
+        if "no fake impl registered" in str(cause):  # An op made by torch.library.custom_op says so itself.
+            return (
+                f"{str(cause).splitlines()[0].partition(' This is necessary')[0]} Add its shapes with "
+                "torch.library.register_fake, or profile on the device itself"
+            )
+        if isinstance(cause, (DynamicOutputShapeException, DataDependentOutputException)):
+            return (
+                f"what {cause.func} returns depends on values, which an estimate does not have; profile on the device "
+                "itself, or estimate a variant of the model whose sizes do not depend on its data"
+            )
+        if isinstance(cause, UnsupportedOperatorException):
+            return (
+                f"{cause.func} does not say of what shape its result is; add that with torch.library.register_fake, or "
+                "profile on the device itself"
+            )
+    return ""
+
+
+@contextmanager
+def on_named_device(device: str | None) -> Iterator[str | None]:
+    """Inside, a device that is named by its card or by a device file is simulated.
+
+    Args:
+        device: such a name, or that of a device of torch's, or None.
+
+    Yields:
+        The device of torch's that models are moved to; None for those that stay where they are made.
+    """
+    if not is_card(device):
+        yield device
+        return
+    with on_card(DeviceRecord.named(str(device))):
+        yield None
 
 
 @contextmanager

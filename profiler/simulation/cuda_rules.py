@@ -76,7 +76,7 @@ _WITH_DTYPE = ["softmax", "log_softmax", "cumprod", "cumsum", "prod", "sum"]
 def as_on_cuda() -> Iterator[None]:
     """What runs inside on tensors of the CPU runs the ops that it would run on CUDA."""
     counts = COUNTS_ON_HOST.set(True)
-    with _autocast_of_cuda(), _fused_norms(), _steps_at_once(), _CudaFunctions():
+    with _autocast_of_cuda(), _fused_norms(), _steps_at_once(), _within_torch(), _CudaFunctions():
         try:
             yield
         finally:
@@ -177,6 +177,28 @@ _REPLACED: dict[Any, Callable[..., Tensor | None]] = {
     functional.rms_norm: _rms_norm,
     functional.scaled_dot_product_attention: _attention,
 }
+
+
+@contextlib.contextmanager
+def _within_torch() -> Iterator[None]:
+    """Replaces them for torch's own functions as well, within which no function mode sees any others."""
+    before = {func.__name__: func for func in _REPLACED}
+
+    def replaced(func: Any) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = _REPLACED[func](*args, **kwargs)
+            return func(*args, **kwargs) if result is None else result
+
+        return call
+
+    for name, func in before.items():
+        setattr(functional, name, replaced(func))
+    try:
+        yield
+    finally:
+        for name, func in before.items():
+            setattr(functional, name, func)
 
 
 @contextlib.contextmanager
