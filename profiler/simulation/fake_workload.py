@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.simulation.simulated_device import active_device, is_whole
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.reachable import reached_from, tensors_of
 from profiler.workload.steps import ProfileError
-from profiler.workload.workload import Workload
+from profiler.workload.workload import Workload, varied
 
 
 def on_fake_tensors(workload: Workload) -> Workload:
@@ -34,7 +36,7 @@ def on_fake_tensors(workload: Workload) -> Workload:
         if id(tensor) not in memo:
             memo[id(tensor)] = _faked(tensor)
     try:
-        return copy.deepcopy(workload, memo)
+        return copy.deepcopy(varied(workload), memo)  # Without the output of its last step.
     except Exception as error:  # Models are user code: whatever stands in the way of a copy is named.
         raise ProfileError(
             f"estimate: the workload cannot be copied ({type(error).__name__}: {error}); give the function that builds "
@@ -47,9 +49,10 @@ def _faked(tensor: Tensor) -> Tensor:
     device = active_device()
     assert device is not None
     if is_whole(tensor) and not isinstance(tensor, FakeTensor):
-        made = tensor.detach().clone()
+        with _disable_current_modes():  # Else the original would count as well.
+            made = tensor.detach().to("cpu", copy=True)
     else:
-        made = tensor.detach().new_empty_strided(tensor.shape, tensor.stride())
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     device.hold(made)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
