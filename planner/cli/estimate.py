@@ -36,7 +36,7 @@ def estimate_command(
         str,
         typer.Option(
             metavar="DEVICE",
-            help="A card (h100, a100-80gb, l4, ...), cpu, or the file that planner calibrate wrote on the device.",
+            help="A card (h100, a100-80gb, l4, ...), or the file that planner calibrate wrote on the device.",
         ),
     ],
     budget: OptionalBudget = None,
@@ -143,7 +143,7 @@ def calibrate_command(
 ) -> None:
     """Time the ops that training is made of on the device at hand, for planner estimate --device FILE.
 
-    It takes about a minute; nothing else should run on the device meanwhile.
+    It takes one to two minutes; nothing else should run on the device meanwhile.
     """
     from planner.cli.tables import device_report
     from profiler.json_files import to_plain

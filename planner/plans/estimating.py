@@ -49,7 +49,7 @@ def estimate(
     Args:
         workload: a function that builds the training step: it is called where no tensor takes memory, so a model may
             be larger than this machine. A ``Workload`` that is there already is copied, its own ``step`` excepted.
-        device: the name of a card (``"h100"``, ``"a100-80gb"``, ...), ``"cpu"``, or the path of a device file, as
+        device: the name of a card (``"h100"``, ``"a100-80gb"``, ...), or the path of a device file, as
             ``planner calibrate`` writes it.
         ranks: estimate the first of so many ranks, each with a batch as the workload has it; None for one device.
         shard: how they share the model, which is not wrapped yet: ``"ddp"``, in DistributedDataParallel; ``"fsdp2"``,
