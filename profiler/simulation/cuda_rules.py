@@ -187,7 +187,8 @@ def _within_torch() -> Iterator[None]:
     def replaced(func: Any) -> Callable[..., Any]:
         @functools.wraps(func)
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = _REPLACED[func](*args, **kwargs)
+            # Whoever imported it by name meanwhile keeps it.
+            result = _REPLACED[func](*args, **kwargs) if COUNTS_ON_HOST.get() else None
             return func(*args, **kwargs) if result is None else result
 
         return call
