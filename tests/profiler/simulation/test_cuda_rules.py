@@ -272,6 +272,7 @@ def _state() -> dict[str, Any]:
         "functions": _get_current_function_mode(),
         "counts": COUNTS_ON_HOST.get(),
         "kernels": _types_under_autocast("cpu"),
+        "functional": (functional.dropout, functional.rms_norm, functional.scaled_dot_product_attention),
         "norm": _ops_of(lambda: functional.rms_norm(torch.empty(4, 4, requires_grad=True), (4,))),
         "attention": type(functional.scaled_dot_product_attention(*(torch.ones(1, 2, 3, 4) for _ in range(3)))),
     }
@@ -287,6 +288,23 @@ def test_everything_is_as_before_afterwards(fails: bool) -> None:
             raise KeyError
     assert all(inside[key] != before[key] for key in before)
     assert _state() == before
+
+
+def test_functions_that_were_imported_inside_by_name_are_torchs_own_afterwards() -> None:
+    with simulating(DeviceCosts(CARD)), as_on_cuda():
+        kept = functional.dropout, functional.scaled_dot_product_attention
+    ones = torch.ones(1, 2, 3, 4, dtype=KEPT)
+    assert torch.equal(kept[1](ones, ones, ones), ones)
+    torch.manual_seed(0)
+    dropped = kept[0](ones)
+    torch.manual_seed(0)
+    assert torch.equal(functional.dropout(ones), dropped)
+
+
+def test_functions_of_torch_that_are_called_by_torch_itself_are_replaced(device: SimulatedDevice) -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True)
+    ops = _ops_of(lambda: layer(torch.empty(2, 10, 16)))
+    assert EFFICIENT in ops and ops.count("native_dropout") == 3
 
 
 def test_autocast_kernels_are_replaced_without_a_word() -> None:
