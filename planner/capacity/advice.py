@@ -10,7 +10,7 @@ from planner.capacity.lever_search import SearchOutcome, search_levers
 from planner.capacity.levers import Combination, Lever, lever_options
 from planner.capacity.workload_variants import BATCH_KEY, Target, WorkloadVariants
 from planner.explain.memory_breakdown import MemoryBreakdown, memory_breakdowns
-from planner.plans.estimating import on_named_device
+from planner.plans.estimating import estimate_note, on_named_device
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.units import check_size, format_bytes, parse_bytes
 from profiler.measurement.measuring import Progress
@@ -144,7 +144,7 @@ def _advise(
         exact=_fastest([each for each in combinations if each.keeps_result]),
         cheapest=_fastest(combinations),
         nearest=min(combinations, key=lambda each: (each.peak_bytes, len(each.kinds))),
-        notes=_notes(outcome, profile.states_bytes, budget_bytes),
+        notes=(*estimate_note(profile), *_notes(outcome, profile.states_bytes, budget_bytes)),
     )
 
 

@@ -12,7 +12,7 @@ from planner.capacity.scaling import IncompatibleProfiles, PerSizeProfiles, Prof
 from planner.capacity.step_trial import Build, release
 from planner.distributed.ranks import together
 from planner.distributed.sharding import Engine, sharded_together
-from planner.plans.estimating import on_named_device
+from planner.plans.estimating import estimate_note, on_named_device
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.offload_request import Offload, OffloadMode, offload_from
 from planner.plans.profiling import profile
@@ -104,7 +104,8 @@ def _limits(
     start = search_start(build, vary, step, report)
     profiles, refused = _profiles(build, vary, start, usable, offload, menus, report)
     predicted = PredictedLimits(profiles, usable.usable_bytes, offload)
-    return LimitSearch(build, vary, start, predicted, report, refused=refused).run((*notes, *start.notes))
+    notes = (*estimate_note(profiles.profiles[-1]), *notes, *start.notes)
+    return LimitSearch(build, vary, start, predicted, report, refused=refused).run(notes)
 
 
 class _UsableBudget:

@@ -360,7 +360,8 @@ def graph_solution_file(summary: SolutionSummary, graph: Graph, schedule: Schedu
 def title_of(source: Source, path: Path) -> str:
     """The title of a picture of a source."""
     if isinstance(source, Profile):
-        return f"{source.model_class} on {source.device} ({source.device_name})"
+        estimated = ", estimated" if source.estimated else ""
+        return f"{source.model_class} on {source.device} ({source.device_name}{estimated})"
     if isinstance(source, Graph):
         return f"{path.stem}: a graph of {len(source.nodes)} nodes"
     return f"{path.stem}: a chain of {len(source.stages)} stages"

@@ -109,6 +109,11 @@ def _why_not(error: BaseException) -> str:
     return ""
 
 
+def estimate_note(found: Profile) -> tuple[str, ...]:
+    """The note that a profile was not measured; none where it was."""
+    return () if found.estimate is None else (f"estimated {found.estimate.in_words()}; nothing was measured",)
+
+
 @contextmanager
 def on_named_device(device: str | None) -> Iterator[str | None]:
     """Inside, a device that is named by its card or by a device file is simulated.

@@ -210,9 +210,11 @@ class Plan:
         return tuple(self.stages[k].name for k, menu in menus.items() if menu.other_bits)
 
     def __repr__(self) -> str:
-        return f"<{self._title()}: {'; '.join(self._claims())}>"
+        return f"<{self.title}: {'; '.join(self._claims())}>"
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """Whose plan it is, and the device that it is estimated for if it is."""
         estimated = "" if self.estimate is None else f", estimated for {self.estimate.device}"
         return f"Plan of {self.model_class}{estimated}"
 
@@ -253,7 +255,7 @@ class Plan:
         done = [f"of {counted(decisions.total(), 'stage')} {counts}", *(_in_pieces(self.pieces) if self.pieces else [])]
         host = f", {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else ""
         done.append(f"{counted(self.recomputed_ops, 'op')} recomputed{host}")
-        return f"p{self._title()[1:]}: {'; '.join([*self._claims(), f'{self.status}, by {self.solver}', *done])}"
+        return f"p{self.title[1:]}: {'; '.join([*self._claims(), f'{self.status}, by {self.solver}', *done])}"
 
     def _claims(self) -> list[str]:
         """Peak and budget, and the time of the step."""

@@ -72,7 +72,7 @@ def write_report(
     check_page(Path(path))
     report = report_of_plan(plan, measured=measured, plan_file=plan_file)
     given = tuple(commands) or commands_of(plan, plan_file=plan_file)
-    page = Page(title=f"Plan of {plan.model_class}", plan=report, commands=given)
+    page = Page(title=plan.title, plan=report, commands=given)
     write_page(page, path)
 
 

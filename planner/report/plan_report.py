@@ -174,8 +174,9 @@ def sentence_of(plan: Plan) -> str:
     done = [f"{counted(plan.recomputed_ops, 'op')} run again in backward"] if plan.recomputed_ops else []
     done += [f"up to {format_bytes(plan.host_bytes)} wait in host memory"] if plan.host_bytes else []
     how = f": {' and '.join(done)}" if done else ": everything is kept"
+    estimated = "A" if plan.estimate is None else f"Estimated for {plan.estimate.device}: a"
     return (
-        f"A training step of {plan.model_class} peaks at {format_bytes(plan.predicted_peak_bytes)} instead of "
+        f"{estimated} training step of {plan.model_class} peaks at {format_bytes(plan.predicted_peak_bytes)} instead of "
         f"{format_bytes(plan.unplanned_peak_bytes)} ({share:.0%}), for {cost}{how}."
     )
 
@@ -193,6 +194,7 @@ def facts_of(plan: Plan, measured: MeasuredRun | None) -> list[tuple[str, str]]:
         ("Predicted time", f"{format_seconds(plan.predicted_seconds)}, {plan.slowdown:.2f} times that"),
         *(_measured_facts(measured) if measured is not None else []),
         ("How good", f"{plan.solver}: {good}"),
+        *([] if plan.estimate is None else [("Estimated", plan.estimate.in_words())]),
         ("Model", f"{plan.model_class}, {plan.precision} on {plan.device}, inputs {size}"),
         *(("In pieces", line) for line in (pieces_in_words(plan.pieces) if plan.pieces else ())),
         *(("Stated by hand", line) for line in plan.stated),
