@@ -109,13 +109,23 @@ def test_samples_are_of_their_kind_and_their_work_grows_with_their_size() -> Non
             assert (kind_of(op, args), dtype_of(args)) == (kind, dtype), op
 
 
-def test_an_op_that_the_device_has_no_kernel_for_is_left_out() -> None:
+def test_points_are_in_the_order_of_their_work_and_each_work_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cloned(size: int) -> tuple[Any, tuple[Any, ...]]:
+        return torch.ops.aten.clone.default, (torch.ones(size),)
+
+    monkeypatch.setattr(calibration, "_SECONDS", 1e-4)
+    points = calibration._points(CPU, [32, 8, 16, 8], [cloned])
+    assert [work for work, _ in points] == [2 * 4 * size for size in (8, 16, 32)]
+
+
+def test_an_op_that_the_device_has_no_kernel_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(size: int) -> tuple[Any, tuple[Any, ...]]:
         def op(*_: Any) -> Any:
             raise NotImplementedError
 
         return op, (torch.ones(size),)
 
+    monkeypatch.setattr(calibration, "_SECONDS", 1e-4)
     assert calibration._points(CPU, [8, 16], [missing]) == ()
 
 

@@ -176,7 +176,7 @@ def test_workspaces_of_attention_backward() -> None:
 
 def test_convolutions_have_a_margin_and_nothing_else_has() -> None:
     with simulating(DeviceCosts(CARD)) as device, as_on_cuda():
-        torch.empty(8, 8) @ torch.empty(8, 8)
+        _ = torch.empty(8, 8) @ torch.empty(8, 8)
         assert device.margin() == (0, "")
         nn.Conv2d(3, 8, 3, bias=False)(torch.empty(2, 3, 10, 10))
         bytes_, why = device.margin()
@@ -260,7 +260,7 @@ def test_devices_called_cuda_are_the_simulated_one(device: SimulatedDevice) -> N
 
 
 def _state() -> dict[str, Any]:
-    optimizers = sys.modules["torch.optim.optimizer"]
+    optimizers, heads = sys.modules["torch.optim.optimizer"], torch.ones(1, 2, 3, 4)
     return {
         "autocast": torch.autocast.__init__,
         "steps": (
@@ -274,7 +274,7 @@ def _state() -> dict[str, Any]:
         "kernels": _types_under_autocast("cpu"),
         "functional": (functional.dropout, functional.rms_norm, functional.scaled_dot_product_attention),
         "norm": _ops_of(lambda: functional.rms_norm(torch.empty(4, 4, requires_grad=True), (4,))),
-        "attention": type(functional.scaled_dot_product_attention(*(torch.ones(1, 2, 3, 4) for _ in range(3)))),
+        "attention": type(functional.scaled_dot_product_attention(heads, heads, heads)),
     }
 
 

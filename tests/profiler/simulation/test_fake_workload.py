@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.estimates import A_CPU
 from profiler.simulation.fake_workload import on_fake_tensors
@@ -72,10 +73,11 @@ def test_the_original_is_untouched() -> None:
     workload = trained()
     before = {name: (tensor.clone(), tensor.data_ptr(), tensor._version) for name, tensor in tensors(workload).items()}
     groups = copy.deepcopy(workload.optimizers[0].state_dict())["param_groups"]
-    random = torch.get_rng_state().tolist(), np.random.get_state()[2]
+    drawn: Any = np.random
+    random = torch.get_rng_state().tolist(), drawn.get_state(legacy=False)["state"]["pos"]
     with simulating(DeviceCosts(A_CPU)):
         fake = on_fake_tensors(workload)
-        assert (torch.get_rng_state().tolist(), np.random.get_state()[2]) == random
+        assert (torch.get_rng_state().tolist(), drawn.get_state(legacy=False)["state"]["pos"]) == random
         for _ in range(2):
             fake.step()
             fake.zero_grad()
@@ -89,7 +91,7 @@ def test_the_original_is_untouched() -> None:
 
 
 def test_the_copy_has_the_same_layout_on_the_simulated_device(device: SimulatedDevice) -> None:
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         workload = trained()
     fake = on_fake_tensors(workload)
     given = {name: tensor for name, tensor in tensors(workload).items() if "gradient" not in name}
@@ -112,7 +114,7 @@ def test_the_copy_has_the_same_layout_on_the_simulated_device(device: SimulatedD
 
 
 def test_a_view_of_a_buffer_and_a_layout_of_channels_are_kept(device: SimulatedDevice) -> None:
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         workload = Workload(model, torch.ones(2, 4, 8, 8), loss=lambda y: y.sum())
     fake = on_fake_tensors(workload)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from profiler.device_record import DeviceRecord, NetworkRecord
 from profiler.simulation import simulated_device as module
@@ -134,7 +134,7 @@ def test_random_whole_numbers_are_those_of_the_seed(device: SimulatedDevice) -> 
     simulated = torch.randint(0, 1000, (4,)).tolist()
     next_one = torch.randint(0, 1000, (1,)).item()
     torch.manual_seed(3)
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         assert torch.randint(0, 1000, (4,)).tolist() == simulated
         assert torch.randint(0, 1000, (1,)).item() == next_one
 
@@ -203,7 +203,7 @@ def test_optimizers_step_all_parameters_at_once_on_cuda_and_one_by_one_on_the_cp
 
 def test_the_clock_is_that_of_ops(device: SimulatedDevice) -> None:
     assert host_seconds() == 0.0
-    torch.empty(3) + 1
+    _ = torch.empty(3) + 1
     assert device.seconds == host_seconds() == 2.0
 
 
@@ -262,10 +262,10 @@ def test_modules_are_cast(device: SimulatedDevice, move: Callable[[nn.Module], n
 
 
 def test_tensors_from_outside_go_in_and_do_not_count(device: SimulatedDevice) -> None:
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         outside = torch.ones(N)
     result = torch.empty(N) * outside
     assert isinstance(result, FakeTensor) and device.live_bytes == TENSOR_BYTES
     assert isinstance(outside + 1, FakeTensor)
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         assert outside.tolist() == [1.0] * N
