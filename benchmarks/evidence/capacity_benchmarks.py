@@ -134,6 +134,44 @@ ADVICE = Topic(
     ),
 )
 
+ESTIMATES = Topic(
+    heading="Devices that are not there",
+    intro="Estimates run on fake tensors, without the device and without memory for the model "
+    "([Will it fit?](estimate.md)).",
+    benchmarks=(
+        Benchmark(
+            name="estimates-cards",
+            module="benchmarks.estimates",
+            full="--part cards",
+            quick="--part cards --models vit",
+            minutes=10,
+            tables=(
+                Table(
+                    name="estimates-cards",
+                    what="unplanned peaks that an H200 had in earlier tables, estimated on a CPU: gpt2 and unet in two "
+                    "sizes, resnet50, vit and 95 tiny models of transformers",
+                    says=says.estimates,
+                ),
+            ),
+        ),
+        Benchmark(
+            name="estimates-peaks",
+            module="benchmarks.estimates",
+            full="--part peaks",
+            quick="--part peaks --models bert",
+            minutes=20,
+            tables=(
+                Table(
+                    name="estimates-peaks",
+                    what="steps on the CPU, unplanned and under two plans that were solved from the estimate: the "
+                    "models of the zoo and tiny models of transformers",
+                    says=says.estimates,
+                ),
+            ),
+        ),
+    ),
+)
+
 SHAPES = Topic(
     heading="Changing shapes",
     benchmarks=(

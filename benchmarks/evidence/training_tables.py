@@ -300,3 +300,14 @@ def simulated_ranks(frame: Frame) -> str:
             f"{rows.difference_percent.abs().max():.2g} %, {over or 'no'} plan above its budget"
         )
     return "; ".join(parts)
+
+
+def estimates(frame: Frame) -> str:
+    """Estimated against measured peaks."""
+    rows = frame[frame.failed.isna() | (frame.failed == "")]
+    off, equal = rows.percent.abs(), int((rows.difference_bytes == 0).sum())
+    low = int(((rows.percent < -0.5) & (rows.difference_bytes < -rows.margin_bytes)).sum())
+    refused = len(frame) - len(rows)
+    said = f"{of(equal, len(rows))} equal to the byte, {int((off <= 0.1).sum())} within 0.1 %, "
+    said += f"{int((off <= 2).sum())} within 2 %; {low or 'none'} more than 0.5 % and the stated margin too low"
+    return f"{said}; {refused} refused" if refused else said

@@ -176,8 +176,8 @@ def sentence_of(plan: Plan) -> str:
     how = f": {' and '.join(done)}" if done else ": everything is kept"
     estimated = "A" if plan.estimate is None else f"Estimated for {plan.estimate.device}: a"
     return (
-        f"{estimated} training step of {plan.model_class} peaks at {format_bytes(plan.predicted_peak_bytes)} instead of "
-        f"{format_bytes(plan.unplanned_peak_bytes)} ({share:.0%}), for {cost}{how}."
+        f"{estimated} training step of {plan.model_class} peaks at {format_bytes(plan.predicted_peak_bytes)} instead "
+        f"of {format_bytes(plan.unplanned_peak_bytes)} ({share:.0%}), for {cost}{how}."
     )
 
 
