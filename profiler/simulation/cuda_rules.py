@@ -154,6 +154,8 @@ def _attention(
         result = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return result[0][..., :width] if padded else result[0]
     if grouped or not of_heads or dtype not in (*_HALVES, torch.float32):
+        if dropout_p:
+            return _attention_op_by_op(query, key, value, attn_mask, dropout_p, is_causal, scale, grouped)
         return _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -162,6 +164,32 @@ def _attention(
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, saves, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _attention_op_by_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    """The ops of torch's attention without a fused kernel; its dropout is the one that CUDA has."""
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    if grouped:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    root = (scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
+    weights = torch.matmul(query * root, key.transpose(-2, -1) * root)
+    if mask is not None:
+        weights = weights.add_(mask)
+    weights = torch.native_dropout(_aten._safe_softmax(weights, -1), dropout_p, True)[0]
+    return torch.matmul(weights, value)
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
