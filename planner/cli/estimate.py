@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from profiler.records import Profile
 
 _OF_PROFILE = ".profile.json"
+_KEPT_FREE_PERCENT = 3  # of the device's memory, where no budget is given
 
 
 def estimate_command(
@@ -58,7 +59,8 @@ def estimate_command(
     The target builds its model and runs its step without memory and without values, so neither has to fit this machine.
     Bytes are counted as on the device; seconds come from what is known of it, and are given as a range.
 
-    Without --budget the plan is for all of the device's memory. Where nothing fits, the smallest budget is named.
+    Without --budget the plan is for 97 % of the device's memory, less the margin that the estimate states. Where
+    nothing fits, the smallest budget is named.
     """
     from planner.cli import documents
     from planner.cli.solve import solve_source
@@ -78,7 +80,9 @@ def estimate_command(
     assert found.estimate is not None
     if profile_file is not None:
         found.save(profile_file)
-    allowed = budget or str(found.estimate.memory_bytes)
+    # What is not counted (fragmentation, workspaces that the device's libraries choose) gets a part of the memory.
+    free_bytes = found.estimate.memory_bytes - found.estimate.margin_bytes
+    allowed = budget or str(max(1, free_bytes - found.estimate.memory_bytes * _KEPT_FREE_PERCENT // 100))
     try:
         with out.searching(0.0):
             summary, document = solve_source(

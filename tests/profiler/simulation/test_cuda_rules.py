@@ -106,6 +106,29 @@ def test_flash_attention_saves_its_arguments_its_result_and_a_number_for_each_ro
     assert device.peak_bytes == live_bytes + one_bytes + 3 * one_bytes + summed_bytes
 
 
+def test_the_random_state_of_memory_efficient_attention_lies_in_host_memory(device: SimulatedDevice) -> None:
+    query = torch.empty(HEADS, requires_grad=True)
+    before = device.live_bytes
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        result = functional.scaled_dot_product_attention(query, query, query)
+    rows = 2 * 4 * 32  # The positions of each head count as the next multiple of 32.
+    assert device.live_bytes - before == result.nbytes + 4 * rows
+
+
+def test_dropout_of_attention_without_a_fused_kernel_saves_a_byte_for_each_weight(device: SimulatedDevice) -> None:
+    query = torch.empty(HEADS, requires_grad=True)
+    key = torch.empty(2, 2, 10, 16)
+    weights = 2 * 4 * 10 * 10
+
+    def kept_bytes(dropout_p: float) -> int:
+        before = device.live_bytes
+        result = functional.scaled_dot_product_attention(query, key, key, dropout_p=dropout_p, enable_gqa=True)
+        assert result.shape == query.shape
+        return device.live_bytes - before
+
+    assert kept_bytes(0.1) - kept_bytes(0.0) == weights
+
+
 def test_dropout_saves_a_byte_for_each_element(device: SimulatedDevice) -> None:
     values = torch.empty(100, requires_grad=True)
     result = nn.Dropout(0.5)(values)
