@@ -13,10 +13,10 @@ from planner.plans.plan import Plan
 from planner.plans.profiling import profile
 from planner.runtime.applier import apply, measure
 from profiler.agreement import any_rank, gathered
+from profiler.current_device import active_device
 from profiler.measurement.device_memory import give_back_freed_memory, is_limited, ran_out, room_bytes
 from profiler.measurement.profiling import first_plain_step
 from profiler.records import ResidentBytes
-from profiler.simulation.simulated_device import active_device
 from profiler.workload.snapshot import preserved
 from profiler.workload.steps import resident_bytes_of, states_bytes
 from profiler.workload.workload import Workload

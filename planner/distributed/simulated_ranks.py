@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from profiler.simulation.simulated_device import active_device
+from profiler.current_device import active_device
 
 FEWEST_RANKS = 2
 

@@ -17,13 +17,14 @@ from planner.distributed.sharding import Engine, check_engine, sharded
 from planner.distributed.simulated_ranks import simulate_collectives, simulated_group
 from planner.plans.profiling import profile
 from planner.plans.solving import Numerics
+from profiler.current_device import active_device
 from profiler.device_record import DeviceRecord, is_card
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
 from profiler.simulation.cuda_rules import as_on_cuda
 from profiler.simulation.fake_workload import on_fake_tensors
 from profiler.simulation.op_costs import DeviceCosts
-from profiler.simulation.simulated_device import active_device, simulating
+from profiler.simulation.simulated_device import simulating
 from profiler.trace.partition import Stages
 from profiler.workload.steps import ProfileError, causes_of
 from profiler.workload.workload import Workload

@@ -19,9 +19,9 @@ from torch import Tensor, distributed
 from torch._C import _autograd, _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.current_device import active_device
 from profiler.device_record import LinkRecord
 from profiler.json_files import MOST
-from profiler.simulation.simulated_device import active_device
 from profiler.workload.steps import causes_of
 from profiler.workload.tensor_parts import any_distributed
 from profiler.workload.tensor_trees import tensors_in

@@ -15,10 +15,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from profiler.current_device import active_device, host_seconds
 from profiler.measurement.device_memory import MEMORY, AllocatorEvent, AllocatorEvents, requested_bytes
 from profiler.recomputation.saved_tensors import PLAIN_TENSORS, geometry_of, tensor_over
 from profiler.records import Phase
-from profiler.simulation.simulated_device import SimulatedDevice, active_device, host_seconds
+from profiler.simulation.simulated_device import SimulatedDevice
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.data_parallel import CopiesOfThreads, in_flight_bytes
 from profiler.workload.random_states import RandomState

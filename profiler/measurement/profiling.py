@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from profiler.agreement import agreed, is_together, largest
+from profiler.current_device import active_device
 from profiler.device_record import EstimateRecord
 from profiler.measurement.assembly import assemble
 from profiler.measurement.captured_stages import ProposeRuns
@@ -27,7 +28,7 @@ from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
 from profiler.measurement.unsteady_bytes import what_is_drawn
 from profiler.records import Profile
-from profiler.simulation.simulated_device import SimulatedDevice, active_device
+from profiler.simulation.simulated_device import SimulatedDevice
 from profiler.trace.partition import Stages, StagesError
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.forward_patches import is_patched

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.agreement import any_rank, first_failure, gathered
+from profiler.current_device import host_seconds
 from profiler.measurement.stage_probe import FirstRun
 from profiler.recomputation.module_rerun import rerun_keeping, rerun_until_saved
 from profiler.recomputation.saved_tensors import PLAIN_OR_FAKE, SignatureCheck, change_counter, version_of
-from profiler.simulation.simulated_device import host_seconds
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Trace
 from profiler.workload.data_parallel import SHARDING

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.current_device import active_device
 from profiler.measurement.device_memory import faulted_bytes, held_for, release_cache, requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter, metered, metered_step, step_memory_meter, time_meter
 from profiler.records import Phase
-from profiler.simulation.simulated_device import active_device
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
 from profiler.workload.optimizers import optimizer_tensors, with_inner
 from profiler.workload.random_states import RandomState

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from profiler.simulation.simulated_device import active_device, is_whole
+from profiler.current_device import active_device
+from profiler.simulation.simulated_device import is_whole
 from profiler.workload.optimizers import optimizer_tensors
 from profiler.workload.reachable import reached_from, tensors_of
 from profiler.workload.steps import ProfileError

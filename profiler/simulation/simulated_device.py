@@ -9,7 +9,6 @@ which is how an allocator counts; the clock is advanced by what each op would ta
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from profiler.current_device import activated
 from profiler.device_record import DeviceRecord
 from profiler.recomputation.op_schema import traits_of
 from profiler.workload.tensor_parts import any_distributed
@@ -264,32 +264,12 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-_active: SimulatedDevice | None = None
-
-
-def host_seconds() -> float:
-    """Returns the seconds of a clock: of the simulated device, or of this process where there is none."""
-    return time.perf_counter() if _active is None else _active.seconds
-
-
-def active_device() -> SimulatedDevice | None:
-    """Returns the device that steps are simulated on now; None where they run on a real one."""
-    return _active
-
-
 @contextlib.contextmanager
 def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
     """Tensors that are made inside are fake, and ops count on a simulated device."""
-    global _active
-    if _active is not None:
-        raise RuntimeError("simulating: a device is being simulated already; leave it first")
     device, fakes = SimulatedDevice(costs), FakeTensorMode(allow_non_fake_inputs=True)
-    with fakes, device, _swaps_of(fakes), _resizes_of(device):
-        _active = device
-        try:
-            yield device
-        finally:
-            _active = None
+    with activated(device), fakes, device, _swaps_of(fakes), _resizes_of(device):
+        yield device
 
 
 @contextlib.contextmanager

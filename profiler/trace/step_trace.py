@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from profiler.current_device import host_seconds
 from profiler.recomputation.head_output import HeadOutput
 from profiler.recomputation.module_rerun import RERUN_DEPTH
 from profiler.recomputation.op_schema import traits_of
 from profiler.recomputation.saved_tensors import version_of
-from profiler.simulation.simulated_device import host_seconds
 from profiler.trace.step_record import Access, Call, Leaf, Op, Save, SavedInGraph, Trace, ValueOp
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name
 from profiler.workload.custom_step import graph_nodes, next_node

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from profiler.current_device import active_device, host_seconds
 from profiler.device_record import DeviceRecord, NetworkRecord
 from profiler.simulation import simulated_device as module
 from profiler.simulation.cuda_rules import as_on_cuda
-from profiler.simulation.simulated_device import SimulatedDevice, active_device, host_seconds, simulating
+from profiler.simulation.simulated_device import SimulatedDevice, simulating
 from profiler.workload.steps import optimizer_state_bytes
 from profiler.workload.workload import Workload
 
