@@ -67,7 +67,7 @@ def rows_of(
     work = planner.Workload(model=model, inputs=batch, loss=loss, optimizer=_optimizer(model))
     profile = planner.profile(work, menus=menus)
     expected, plain_peak = trained(family, None, device)
-    smallest = _smallest_budget(profile, offload)
+    smallest = smallest_budget(profile, offload)
     stages = [stage for stage in profile.stages if stage.kind == "stage"]
     for depth in DEPTHS:
         budget = int(smallest + depth * (profile.unplanned_peak_bytes - smallest))
@@ -159,7 +159,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def _smallest_budget(profile: planner.Profile, offload: planner.Offload) -> int:
+def smallest_budget(profile: planner.Profile, offload: planner.Offload) -> int:
+    """Returns the smallest budget that a plan is known for."""
     try:
         planner.solve(profile, 1, offload=offload)
     except planner.Infeasible as error:

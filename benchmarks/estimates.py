@@ -34,6 +34,7 @@ from profiler.workload.workload import own_loss
 # Of the way from the smallest budget to the unplanned peak.
 DEPTHS = (0.2, 0.7)
 TIMED_DEPTHS, ROUNDS = (0.1, 0.4, 0.7), 5
+_NO_OFFLOAD = planner.Offload(mode="never")
 GPU_RESULTS = RESULTS.with_name("results-gpu")
 _MOST_PERCENT, _LEAST_PERCENT = 3.0, -0.5
 A_CPU = DeviceRecord(
@@ -71,7 +72,7 @@ def peaks_of(name: str) -> Iterator[dict[str, Any]]:
     """Rows of one model: its step without a plan, and under plans from the estimate, estimated and measured."""
     make = builder(name)
     estimated = planner.estimate(make, device=A_CPU, menus=name not in FAMILIES)
-    least = _least_bytes(estimated)
+    least = catalogue.smallest_budget(estimated, _NO_OFFLOAD)
     span = estimated.unplanned_peak_bytes - least
     budgets = [least + int(depth * span) for depth in DEPTHS]
     plans = [planner.solve(estimated, budget, offload="never") for budget in budgets]
@@ -82,14 +83,6 @@ def peaks_of(name: str) -> Iterator[dict[str, Any]]:
         with planner.apply(real.model, plan):
             measured = planner.measure(real, repeats=1).peak_bytes
         yield _row(name, f"{depth:.0%} of the range", plan.predicted_peak_bytes, measured)
-
-
-def _least_bytes(profile: planner.Profile) -> int:
-    try:
-        planner.solve(profile, 1, offload="never")
-    except planner.Infeasible as error:
-        return error.minimum_budget_bytes
-    raise AssertionError("a budget of one byte cannot be feasible")
 
 
 def _row(name: str, plan: str, estimated: int, measured: int, margin: int = 0) -> dict[str, Any]:
@@ -140,7 +133,7 @@ def seconds_of(case: tuple[str, str]) -> Iterator[dict[str, Any]]:
     make = builder(name)
     estimated, real = planner.estimate(make, device=device), make()
     profile = planner.profile(real)
-    least = max(_least_bytes(estimated), _least_bytes(profile))
+    least = max(catalogue.smallest_budget(estimated, _NO_OFFLOAD), catalogue.smallest_budget(profile, _NO_OFFLOAD))
     span = profile.unplanned_peak_bytes - least
     budgets = [least + int(depth * span) for depth in TIMED_DEPTHS]
     plans = [planner.solve(source, budget) for budget in budgets for source in (estimated, profile)]

@@ -112,40 +112,27 @@ def advise(
     """
     check_size(budget)  # refused before anything is measured
     with on_named_device(device) as moved_to:
-        return _advise(target, budget, settings or {}, batch_key, moved_to, offload, menus, progress)
-
-
-def _advise(
-    target: Target,
-    budget: str | int,
-    settings: Mapping[str, Any],
-    batch_key: str,
-    device: str | None,
-    offload: Offload | OffloadMode,
-    menus: bool,
-    progress: Progress | None,
-) -> Advice:
-    variants = WorkloadVariants(target, settings, batch_key, device, menus, progress)
-    profile = variants.profile("", 1)
-    budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
-    outcome = search_levers(lever_options(variants, budget_bytes, offload_from(offload)))
-    combinations, optimizers = outcome.combinations, variants.workload.optimizers
-    return Advice(
-        model_class=profile.model_class,
-        device=profile.device,
-        precision=profile.precision,
-        optimizer=optimizer_names(optimizers),
-        samples=variants.samples,
-        budget_bytes=budget_bytes,
-        states_bytes=profile.states_bytes,
-        memory=memory_breakdowns(profile),
-        levers=outcome.levers,
-        combinations=combinations,
-        exact=_fastest([each for each in combinations if each.keeps_result]),
-        cheapest=_fastest(combinations),
-        nearest=min(combinations, key=lambda each: (each.peak_bytes, len(each.kinds))),
-        notes=(*estimate_note(profile), *_notes(outcome, profile.states_bytes, budget_bytes)),
-    )
+        variants = WorkloadVariants(target, settings or {}, batch_key, moved_to, menus, progress)
+        profile = variants.profile("", 1)
+        budget_bytes = parse_bytes(budget, whole_bytes=profile.unplanned_peak_bytes)
+        outcome = search_levers(lever_options(variants, budget_bytes, offload_from(offload)))
+        combinations, optimizers = outcome.combinations, variants.workload.optimizers
+        return Advice(
+            model_class=profile.model_class,
+            device=profile.device,
+            precision=profile.precision,
+            optimizer=optimizer_names(optimizers),
+            samples=variants.samples,
+            budget_bytes=budget_bytes,
+            states_bytes=profile.states_bytes,
+            memory=memory_breakdowns(profile),
+            levers=outcome.levers,
+            combinations=combinations,
+            exact=_fastest([each for each in combinations if each.keeps_result]),
+            cheapest=_fastest(combinations),
+            nearest=min(combinations, key=lambda each: (each.peak_bytes, len(each.kinds))),
+            notes=(*estimate_note(profile), *_notes(outcome, profile.states_bytes, budget_bytes)),
+        )
 
 
 def _fastest(combinations: tuple[Combination, ...] | list[Combination]) -> Combination | None:

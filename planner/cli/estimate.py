@@ -63,7 +63,7 @@ def estimate_command(
     nothing fits, the smallest budget is named.
     """
     from planner.cli import documents
-    from planner.cli.solve import solve_source
+    from planner.cli.solve import solve_source, unplanned_fields
     from planner.cli.tables import estimate_report, solution_report
     from planner.plans.refusals import Infeasible
     from profiler.json_files import write_document
@@ -96,12 +96,7 @@ def estimate_command(
             )
     except Infeasible as refusal:
         if as_json:
-            unplanned = {
-                "unplanned_peak_bytes": found.unplanned_peak_bytes,
-                "unplanned_seconds": found.unplanned_seconds,
-                "resident_bytes": found.resident.total,
-            }
-            out.show_json({**documents.refusal_document(refusal, **unplanned), "estimated": True})
+            out.show_json({**documents.refusal_document(refusal, **unplanned_fields(found)), "estimated": True})
         else:
             out.show(estimate_report(found, None))
         raise

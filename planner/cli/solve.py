@@ -124,11 +124,11 @@ def solve_command(
             )
     except Infeasible as refusal:
         if as_json:
-            out.show_json(documents.refusal_document(refusal, **_unplanned(source)))
+            out.show_json(documents.refusal_document(refusal, **unplanned_fields(source)))
         raise
     except KeyboardInterrupt:
         if as_json:
-            out.show_json(documents.nothing_yet_document(solver, **_unplanned(source)))
+            out.show_json(documents.nothing_yet_document(solver, **unplanned_fields(source)))
         raise
     if summary.no_offload:
         out.note(f"without offload: {summary.no_offload}")
@@ -282,7 +282,7 @@ def search_seconds(source: Source, time_limit: float | None, of_graph_seconds: f
     return of_graph_seconds or (LARGE_GRAPH_SECONDS if len(source.nodes) > LARGE_GRAPH_NODES else GRAPH_SECONDS)
 
 
-def _unplanned(source: Source) -> dict[str, Any]:
+def unplanned_fields(source: Source) -> dict[str, Any]:
     """The known fields of the step without a plan."""
     from profiler.records import Profile
     from solvers.chain.baselines import keep_all_replay

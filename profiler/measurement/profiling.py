@@ -173,7 +173,7 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
 
 def _estimated_for(simulated: SimulatedDevice, profile: Profile) -> Profile:
     """The profile of a run on fake tensors as one of the device that was simulated."""
-    device, (margin_bytes, margin) = simulated.record, simulated.margin()
+    device, (margin_bytes, margin) = simulated.record, simulated.costs.margin()
     return replace(
         profile,
         device="cuda:0" if device.kind == "cuda" else "cpu",

@@ -159,7 +159,9 @@ def _attention(
         return _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
-    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    bias = None
+    if attn_mask is not None:
+        bias = _added(attn_mask, query.dtype).expand(*query.shape[:3], key.shape[2])
     saves = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, saves, dropout_p, is_causal, scale=scale
@@ -179,8 +181,8 @@ def _attention_op_by_op(
     """The ops of torch's attention without a fused kernel; its dropout is the one that CUDA has."""
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    if mask is not None and mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    if mask is not None:
+        mask = _added(mask, query.dtype)
     if grouped:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
@@ -192,12 +194,11 @@ def _attention_op_by_op(
     return torch.matmul(weights, value)
 
 
-def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to the weights of attention."""
     if mask.dtype is torch.bool:
-        bias = torch.empty(mask.shape, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
-    else:
-        bias = mask.to(query.dtype)
-    return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return torch.empty(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    return mask.to(dtype)
 
 
 _REPLACED: dict[Any, Callable[..., Tensor | None]] = {

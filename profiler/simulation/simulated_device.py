@@ -55,7 +55,7 @@ class SimulatedDevice(TorchDispatchMode):
         costs: of ops on the device.
 
     Attributes:
-        record: what is known of the device.
+        record, costs: what is known of the device, and what its ops take.
         live_bytes: the bytes of all storages that are alive now.
         peak_bytes: the most since ``forget_peak``.
         live_block_bytes, peak_block_bytes: the same of the blocks that the device's allocator hands out for them.
@@ -68,7 +68,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.live_block_bytes = self.peak_block_bytes = 0
         self.seconds = 0.0
         self._network_free = self._last_awaited = 0.0
-        self.record, self._costs = costs.device, costs
+        self.record, self.costs = costs.device, costs
         self._size_bytes: dict[int, int] = {}  # by storage
         self._writes: Counter[int] = Counter()
         self._copies: dict[int, tuple[int, int]] = {}  # the storage that one is a copy of, and its writes by then
@@ -117,10 +117,6 @@ class SimulatedDevice(TorchDispatchMode):
         self._writes.pop(key, None)
         self._copies.pop(key, None)
 
-    def margin(self) -> tuple[int, str]:
-        """Returns the bytes by which peaks may be higher than what was counted, and why."""
-        return self._costs.margin()
-
     def communicate(self, whole_bytes: int, ranks: int, *, awaited: bool) -> None:
         """Advances the clock by what a collective takes, as far as computation does not hide it.
 
@@ -151,13 +147,13 @@ class SimulatedDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         result = self._run(func, args, kwargs)
         made = _tensors_in(result)
-        transient_bytes = self._costs.transient_bytes(func, args, kwargs, result)
+        transient_bytes = self.costs.transient_bytes(func, args, kwargs, result)
         # The random state of this kernel is two numbers in host memory.
         seeded = func is _aten._scaled_dot_product_efficient_attention.default
         for tensor in made:
             self.hold(tensor, on_host=seeded and tensor.dim() == 0)
         self._note_peak(transient_bytes)
-        self.seconds += self._costs.seconds(func, args, kwargs, result)
+        self.seconds += self.costs.seconds(func, args, kwargs, result)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

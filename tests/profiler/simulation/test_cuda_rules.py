@@ -200,9 +200,9 @@ def test_workspaces_of_attention_backward() -> None:
 def test_convolutions_have_a_margin_and_nothing_else_has() -> None:
     with simulating(DeviceCosts(CARD)) as device, as_on_cuda():
         _ = torch.empty(8, 8) @ torch.empty(8, 8)
-        assert device.margin() == (0, "")
+        assert device.costs.margin() == (0, "")
         nn.Conv2d(3, 8, 3, bias=False)(torch.empty(2, 3, 10, 10))
-        bytes_, why = device.margin()
+        bytes_, why = device.costs.margin()
     assert bytes_ == 32 * 2**20 + 4 * (2 * 3 * 100 + 8 * 3 * 9) // 8 and "cuDNN" in why
 
 
