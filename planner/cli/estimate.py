@@ -43,9 +43,12 @@ def estimate_command(
     budget: OptionalBudget = None,
     settings: Settings = None,
     ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="The first of N ranks, each with such a batch; needs --shard.")
+        int | None,
+        typer.Option(metavar="N", help="The first of N ranks, each with such a batch; the target wraps its model."),
     ] = None,
-    shard: Annotated[str | None, typer.Option(metavar="ddp|fsdp2", help="How ranks share the model.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="ddp|fsdp2", help="How ranks share a model that the target has not wrapped.")
+    ] = None,
     offload: OffloadText = None,
     allow_rounding: AllowRounding = False,
     output: Annotated[
@@ -72,8 +75,8 @@ def estimate_command(
     profiles = [path for path in output or () if path.name.endswith(_OF_PROFILE)]
     plan_file = output_files([path for path in output or () if path not in profiles], "json").json
     profile_file = output_files(profiles, "json").json
-    if (ranks is None) != (shard is None):
-        raise ValueError(f"--ranks, --shard: ranks need both; add {'--ranks 8' if ranks is None else '--shard fsdp2'}")
+    if ranks is None and shard is not None:
+        raise ValueError("--shard: it is for several ranks; add --ranks 8, or leave it out for one device")
     request = offload_of(offload)
     with out.working() as progress:
         found = _estimated(target, settings, device, ranks, shard, allow_rounding, progress)
@@ -81,8 +84,8 @@ def estimate_command(
     if profile_file is not None:
         found.save(profile_file)
     # What is not counted (fragmentation, workspaces that the device's libraries choose) gets a part of the memory.
-    free_bytes = found.estimate.memory_bytes - found.estimate.margin_bytes
-    allowed = budget or str(max(1, free_bytes - found.estimate.memory_bytes * _KEPT_FREE_PERCENT // 100))
+    free_bytes = found.estimate.margin_bytes + found.estimate.memory_bytes * _KEPT_FREE_PERCENT // 100
+    allowed = budget or str(max(1, found.estimate.memory_bytes - free_bytes))
     try:
         with out.searching(0.0):
             summary, document = solve_source(
@@ -98,14 +101,16 @@ def estimate_command(
         if as_json:
             out.show_json({**documents.refusal_document(refusal, **unplanned_fields(found)), "estimated": True})
         else:
-            out.show(estimate_report(found, None))
+            out.show(estimate_report(found, None, kept_free_bytes=0 if budget else free_bytes))
         raise
     if plan_file is not None:
         write_document(plan_file, document)
     if as_json:
         out.show_json(summary.to_document())
     else:
-        out.show(solution_report(summary), "", estimate_report(found, summary))
+        out.show(
+            solution_report(summary), "", estimate_report(found, summary, kept_free_bytes=0 if budget else free_bytes)
+        )
     out.say_written(profile_file, plan_file)
 
 

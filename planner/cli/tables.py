@@ -251,12 +251,13 @@ def profile_report(profile: Profile) -> RenderableType:
     return Group(table, *([facts(notes), ""] if notes else []), below)
 
 
-def estimate_report(profile: Profile, summary: SolutionSummary | None) -> RenderableType:
+def estimate_report(profile: Profile, summary: SolutionSummary | None, *, kept_free_bytes: int = 0) -> RenderableType:
     """What a step takes on a device that was not there: whether it fits, what makes it, and the range of its time.
 
     Args:
         profile: the estimated one.
         summary: the plan; None where none fits.
+        kept_free_bytes: of the device's memory, which the budget leaves out as nobody has given one.
     """
     estimate, resident = profile.estimate, profile.resident
     assert estimate is not None
@@ -272,6 +273,10 @@ def estimate_report(profile: Profile, summary: SolutionSummary | None) -> Render
         ("", f"{format_bytes(activations_bytes)} of it are activations and what ops take meanwhile"),
         ("", f"a step takes {_seconds_range(profile.unplanned_seconds, estimate)}"),
     ]
+    if kept_free_bytes:
+        budget = format_bytes(max(1, estimate.memory_bytes - kept_free_bytes))
+        margin = f", and {estimate.margin}" if estimate.margin else ""
+        rows.append(("budget", f"{budget}: {format_bytes(kept_free_bytes)} are kept free for fragmentation{margin}"))
     if summary is not None:
         planned = f"peak {format_bytes(summary.predicted_peak_bytes)}; a step takes "
         rows.append(("planned", planned + _seconds_range(summary.predicted_seconds, estimate)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planner.distributed.sharding import Engine, check_engine, sharded
@@ -27,6 +29,7 @@ from profiler.simulation.op_costs import DeviceCosts
 from profiler.simulation.simulated_device import simulating
 from profiler.trace.partition import Stages
 from profiler.workload.steps import ProfileError, causes_of
+from profiler.workload.tensor_parts import is_distributed
 from profiler.workload.workload import Workload
 
 
@@ -53,8 +56,9 @@ def estimate(
         device: the name of a card (``"h100"``, ``"a100-80gb"``, ...), or the path of a device file, as
             ``planner calibrate`` writes it.
         ranks: estimate the first of so many ranks, each with a batch as the workload has it; None for one device.
-        shard: how they share the model, which is not wrapped yet: ``"ddp"``, in DistributedDataParallel; ``"fsdp2"``,
-            by ``fully_shard`` of each repeated block and of the model.
+        shard: how they share a model that is not wrapped yet: ``"ddp"``, in DistributedDataParallel; ``"fsdp2"``, by
+            ``fully_shard`` of each repeated block and of the model; None where ``workload`` builds a mesh of all ranks
+            and wraps its model itself, as with tensor parallelism.
         stages, menus, numerics, progress: as for ``profile``.
 
     Returns:
@@ -64,8 +68,8 @@ def estimate(
         ProfileError: the step fails on fake tensors; the message names the op, and what to do.
         ValueError: there is no such device, or the workload cannot be copied.
     """
-    if (ranks is None) != (shard is None):
-        raise ValueError("estimate: ranks and shard go together; give both, or none for one device")
+    if ranks is None and shard is not None:
+        raise ValueError("estimate: shard is for several ranks; add ranks=8, or leave shard out for one device")
     if shard is not None:
         check_engine(shard)
     known = device if isinstance(device, DeviceRecord) else DeviceRecord.named(str(device))
@@ -73,8 +77,21 @@ def estimate(
         fake = on_fake_tensors(workload) if isinstance(workload, Workload) else workload()
         if shard is not None:
             fake = sharded(fake, shard)
+        if ranks is not None:
+            _check_wrapped(fake, ranks)
             simulate_collectives(fake.model)
         return profile(fake, stages=stages, menus=menus, numerics=numerics, progress=progress)
+
+
+def _check_wrapped(workload: Workload, ranks: int) -> None:
+    """Refuse a model that every rank would train by itself; raises ValueError."""
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in workload.model.modules())
+    wrapped = wrapped or any(map(is_distributed, workload.model.parameters()))
+    if not wrapped and workload.custom_step is None:
+        raise ValueError(
+            f"estimate: each of {ranks} ranks would have the whole model, and nothing is exchanged; give "
+            "shard='ddp' or 'fsdp2' (--shard), or wrap the model where it is built"
+        )
 
 
 @contextmanager
@@ -92,6 +109,16 @@ def on_card(device: DeviceRecord) -> Iterator[None]:
 def _why_not(error: BaseException) -> str:
     """Why a step cannot run without values, and what to do; empty where something else failed."""
     for cause in causes_of(error):
+        if any("/distributed/pipelining/" in frame.filename for frame in traceback.extract_tb(cause.__traceback__)):
+            return (
+                "pipelines cannot be estimated as a whole; estimate each rank's part as a model of its own, whose "
+                "batch is a micro-batch, or profile on the ranks"
+            )
+        if "env:// rendezvous" in str(cause):
+            return (
+                "the target makes a group or a mesh of ranks, and an estimate is for one device unless ranks are "
+                "given; add ranks=8 (--ranks 8), as many as its mesh has, and make no process group where there is one"
+            )
         if "no fake impl registered" in str(cause):  # An op made by torch.library.custom_op says so itself.
             return (
                 f"{str(cause).splitlines()[0].partition(' This is necessary')[0]} Add its shapes with "

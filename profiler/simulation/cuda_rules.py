@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -76,7 +77,7 @@ _WITH_DTYPE = ["softmax", "log_softmax", "cumprod", "cumsum", "prod", "sum"]
 def as_on_cuda() -> Iterator[None]:
     """What runs inside on tensors of the CPU runs the ops that it would run on CUDA."""
     counts = COUNTS_ON_HOST.set(True)
-    with _autocast_of_cuda(), _fused_norms(), _steps_at_once(), _within_torch(), _CudaFunctions():
+    with _autocast_of_cuda(), _fused_norms(), _steps_at_once(), _meshes_of_cuda(), _within_torch(), _CudaFunctions():
         try:
             yield
         finally:
@@ -252,6 +253,22 @@ def _steps_at_once() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _meshes_of_cuda() -> Iterator[None]:
+    """Meshes of ranks on CUDA are of the simulated device."""
+    made = DeviceMesh.__init__
+
+    @functools.wraps(made)
+    def make(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        made(self, _labelled(device_type), *args, **kwargs)
+
+    DeviceMesh.__init__ = make  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = made  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

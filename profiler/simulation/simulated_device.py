@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.current_device import activated
 from profiler.device_record import DeviceRecord
 from profiler.recomputation.op_schema import traits_of
-from profiler.workload.tensor_parts import any_distributed
+from profiler.workload.tensor_parts import COLLECTIVES, any_distributed
 
 # Larger tensors of whole numbers are fake as well.
 MOST_REAL_BYTES = 64 * 2**20
-_aten = torch.ops.aten
+_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
 
 
 class OpCosts(Protocol):
@@ -153,8 +153,21 @@ class SimulatedDevice(TorchDispatchMode):
         for tensor in made:
             self.hold(tensor, on_host=seeded and tensor.dim() == 0)
         self._note_peak(transient_bytes)
-        self.seconds += self.costs.seconds(func, args, kwargs, result)
+        if func.namespace == COLLECTIVES:
+            self._exchange(func, args, made)
+        else:
+            self.seconds += self.costs.seconds(func, args, kwargs, result)
         return result
+
+    def _exchange(self, func: Any, args: tuple[Any, ...], made: list[Tensor]) -> None:
+        """Advances the clock by a collective of distributed tensors, whose result is needed at once."""
+        groups: list[Any] = [arg for arg in args if isinstance(arg, str)]
+        if func is _collectives.wait_tensor.default or not groups or not made:
+            return
+        ranks = torch.distributed.distributed_c10d._resolve_process_group(groups[-1]).size()
+        whole_bytes = max(tensor.nbytes for tensor in (*_tensors_in(args), *made))
+        for _ in range(2 if func in _SUMMED else 1):  # A sum is scattered, and gathered.
+            self.communicate(whole_bytes, ranks, awaited=True)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op on fake tensors, or for real where it makes whole numbers of whole numbers."""
@@ -204,6 +217,7 @@ class SimulatedDevice(TorchDispatchMode):
         return True
 
 
+_SUMMED = {_collectives.all_reduce.default, _collectives.all_reduce_.default, _collectives.all_reduce_coalesced.default}
 # Ops that hand values to Python.
 _READERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}
 _ORDINARY: dict[torch.dtype, Any] = {torch.bool: False}  # of values that nobody knows

@@ -122,8 +122,8 @@ def test_a_device_is_asked_for() -> None:
 
 def test_ranks_and_how_they_share_the_model_go_together(written: Path) -> None:
     device = ["--device", written / "card.json"]
-    assert "ranks need both; add --shard fsdp2" in refused("estimate", "zoo:mlp", *device, "--ranks", "2")
-    assert "ranks need both; add --ranks 8" in refused("estimate", "zoo:mlp", *device, "--shard", "ddp")
+    assert "would have the whole model" in refused("estimate", "zoo:mlp", *device, "--ranks", "2")
+    assert "add --ranks 8" in refused("estimate", "zoo:mlp", *device, "--shard", "ddp")
     assert "expected ddp or fsdp2" in refused("estimate", "zoo:mlp", *device, "--ranks", "2", "--shard", "zero")
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -28,6 +29,9 @@ from planner.errors import ProfileError
 from profiler.device_record import DeviceRecord, NetworkRecord
 from profiler.records import ResidentBytes
 from tests.support.nightly import at_night
+from tests.support.parallel_models import PipelineLoop
+from tests.support.torchrun import output_of_ranks
+from tests.support.wrapped_ranks import KINDS, wrapped
 
 ROOT = Path(__file__).resolve().parents[3]
 Build = Callable[[], planner.Workload]
@@ -183,10 +187,46 @@ def test_a_rank_has_the_bytes_of_one_that_runs_and_waits_for_what_it_sends(engin
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("ranks", [at_night(2), 4])
+@pytest.mark.slow
+def test_estimates_have_the_peaks_of_ranks_that_run(ranks: int) -> None:
+    """Gloo's: tensor parallel, DistributedDataParallel, fully_shard, and both of the first and last."""
+    kinds = [kind for kind in KINDS if kind != "2d" or ranks == 4]
+    lines = output_of_ranks("-m", "tests.support.wrapped_ranks", *kinds, ranks=ranks).splitlines()
+    measured = dict(line.split() for line in lines)
+    for kind in kinds:
+        profile = planner.estimate(partial(wrapped, kind), device=A_CPU, ranks=ranks, menus=False)
+        assert profile.unplanned_peak_bytes == int(measured[kind]), kind
+
+
+def test_tensor_parallel_ranks_wait_for_what_they_send() -> None:
+    def estimated(bytes_per_second: float) -> planner.Profile:
+        device = replace(A_CPU, network=NetworkRecord(bytes_per_second=bytes_per_second))
+        return planner.estimate(partial(wrapped, "tensor"), device=device, ranks=2, menus=False)
+
+    slow, slower = estimated(1e6), estimated(5e5)
+    # Six blocks, whose output is summed in forward, and the gradient of their input in backward.
+    sent_bytes = 2 * 6 * (512 * 128 * 4)
+    assert slower.unplanned_seconds - slow.unplanned_seconds == pytest.approx(sent_bytes / 1e6, rel=1e-6)
+
+
+def test_a_target_with_a_mesh_needs_ranks_and_pipelines_are_refused() -> None:
+    with pytest.raises(ProfileError, match="add ranks=8"):
+        planner.estimate(partial(wrapped, "tensor"), device=A_CPU)
+
+    def pipeline() -> planner.Workload:
+        loop = PipelineLoop(ScheduleGPipe, 4)
+        return planner.Workload(model=loop.model, step=loop.step, optimizer=loop.optimizer)
+
+    with pytest.raises(ProfileError, match="pipelines cannot be estimated as a whole"):
+        planner.estimate(pipeline, device=A_CPU, ranks=2)
+
+
 def test_ranks_and_how_they_share_the_model_go_together() -> None:
-    for given in ({"ranks": 2}, {"shard": "ddp"}):
-        with pytest.raises(ValueError, match="ranks and shard go together"):
-            planner.estimate(mlp, device=A_CPU, **given)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="shard is for several ranks; add ranks=8"):
+        planner.estimate(mlp, device=A_CPU, shard="ddp")
+    with pytest.raises(ValueError, match="each of 2 ranks would have the whole model"):
+        planner.estimate(mlp, device=A_CPU, ranks=2)
     with pytest.raises(ValueError, match="expected ddp or fsdp2, got 'zero'"):
         planner.estimate(mlp, device=A_CPU, ranks=2, shard="zero")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="there is no card 'abacus'"):
