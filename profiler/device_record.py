@@ -43,6 +43,32 @@ _LIKE = {
 }
 
 
+Points = tuple[tuple[float, float], ...]
+
+
+def _between(points: Points, work: float) -> float:
+    """Returns the value at some work, on straight lines between the points' logarithms; that of the end beyond it.
+
+    Args:
+        points: pairs (work, value), by work.
+    """
+    right = bisect.bisect_right(points, (work, math.inf))
+    if right in (0, len(points)):
+        return points[max(0, right - 1)][1]
+    (low, low_value), (high, high_value) = points[right - 1], points[right]
+    share = math.log(work / low) / math.log(high / low)
+    return low_value * (high_value / low_value) ** share
+
+
+def _check_points(name: str, points: Points) -> None:
+    """Refuse points that no line can be drawn through; raises ValueError."""
+    works = [work for work, _ in points]
+    if works != sorted(set(works)) or any(number <= 0 for point in points for number in point):
+        raise ValueError(
+            f"points of {name}: expected pairs of numbers above 0, each with more work than the one before"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRate:
     """How long ops of one kind take, by their work.
@@ -63,8 +89,11 @@ class OpRate:
     per_second: Rate = 0.0
     reached: Share = 1.0
     launch_seconds: Seconds = 0.0
-    points: tuple[tuple[float, float], ...] = ()
+    points: Points = ()
     source: str = ""
+
+    def __post_init__(self) -> None:
+        _check_points(self.kind, self.points)
 
     def seconds(self, work: float) -> float:
         """Returns the time of an op.
@@ -74,15 +103,8 @@ class OpRate:
         """
         if not self.points:
             return max(self.launch_seconds, work / (self.per_second * self.reached) if self.per_second else 0.0)
-        if work <= self.points[0][0]:
-            return self.points[0][1]
-        if work >= self.points[-1][0]:
-            largest, seconds = self.points[-1]
-            return seconds * work / largest
-        right = bisect.bisect_right(self.points, (work, math.inf))
-        (low, low_seconds), (high, high_seconds) = self.points[right - 1], self.points[right]
-        share = math.log(work / low) / math.log(high / low)
-        return low_seconds * (high_seconds / low_seconds) ** share
+        largest, seconds = self.points[-1]
+        return seconds * work / largest if work >= largest else _between(self.points, work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +174,7 @@ class DeviceRecord:
         context_bytes: the part of them that is gone before any tensor is there.
         block_bytes: the allocator hands out multiples of this.
         origin: ``data sheet``: the numbers are from public documents; ``calibrated``: measured on the device.
-        op_paces: pairs (op, time within steps relative to that by the rate of its kind), as measured.
+        op_paces: ops, each with pairs (work, time within steps relative to that by the rate of its kind), as measured.
         pace: the time of whole steps relative to the sum of their ops'.
         least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
         rates: by kind of op and type of number.
@@ -167,7 +189,7 @@ class DeviceRecord:
     context_bytes: Bytes = 0
     block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
     origin: Literal["data sheet", "calibrated"]
-    op_paces: tuple[tuple[str, Factor], ...] = ()
+    op_paces: tuple[tuple[str, Points], ...] = ()
     pace: Factor = 1.0
     least_seconds: Factor = 1.0
     most_seconds: Factor = 1.0
@@ -175,6 +197,10 @@ class DeviceRecord:
     link: LinkRecord | None = None
     network: NetworkRecord | None = None
     sources: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for op, points in self.op_paces:
+            _check_points(op, points)
 
     @property
     def budget_bytes(self) -> int:
@@ -186,12 +212,13 @@ class DeviceRecord:
         return {(rate.kind, rate.dtype): rate for rate in self.rates}
 
     @cached_property
-    def _paces(self) -> Mapping[str, float]:
+    def _paces(self) -> Mapping[str, Points]:
         return dict(self.op_paces)
 
-    def pace_of(self, op: str) -> float:
+    def pace_of(self, op: str, work: float) -> float:
         """Returns the time of an op within steps relative to that by the rate of its kind."""
-        return self.pace * self._paces.get(op, 1.0)
+        points = self._paces.get(op)
+        return self.pace * (_between(points, work) if points else 1.0)
 
     def rate_of(self, kind: str, dtype: str) -> OpRate:
         """Returns the rate of a kind of op: for the type of number, for any type, or that of the next similar kind.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +30,8 @@ _aten = torch.ops.aten
 Progress = Callable[[str, int, int], None]
 Make = Callable[[int], tuple[Any, tuple[Any, ...]]]  # of a size: an op, and its arguments
 _STEPS = 9  # of each model
-_LONG_SECONDS = 5e-5
-_SECONDS = 0.2  # for one op at one size
+_LONG_SECONDS = 1e-5
+_SECONDS = 0.1  # for one op at one size
 _MOST_SETS = 400
 # Tensors are worked on in turns: operands of products are in some cache in a step, those of other ops mostly in none.
 _IN_CACHES = ("matmul", "attention", "attention_backward")
@@ -80,42 +81,55 @@ def calibrate(device: str | None = None, *, progress: Progress | None = None) ->
 
 
 class _Timed(TorchDispatchMode):
-    """Times each op of a step beside what it was expected to take; names of ops are keys."""
+    """Times each op of a step beside what it was expected to take.
+
+    Attributes:
+        measured, expected: seconds of ops that are not short, by name and by the power of two next to their work.
+        works: the work of each of these.
+        all_expected: seconds of all ops.
+    """
 
     def __init__(self, costs: DeviceCosts, device: torch.device) -> None:
         super().__init__()
-        self.measured: Counter[str] = Counter()
-        self.expected: Counter[str] = Counter()
+        self.measured: dict[tuple[str, int], float] = defaultdict(float)
+        self.expected: dict[tuple[str, int], float] = defaultdict(float)
+        self.works: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.all_expected = 0.0
         self._costs, self._device = costs, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         begun = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         took = time.perf_counter() - begun
-        expected = self._costs.seconds(func, args, kwargs or {}, result)
+        expected = self._costs.seconds(func, args, kwargs, result)
         self.all_expected += expected
-        if expected > _LONG_SECONDS:  # Of short ones this mode takes a large part.
-            self.measured[name_of(func)] += took  # type: ignore[assignment]
-            self.expected[name_of(func)] += expected  # type: ignore[assignment]
+        work = work_of(kind_of(func, args), func, args, kwargs, result)
+        if work and expected > _LONG_SECONDS:  # Of short ones this mode takes a large part.
+            key = name_of(func), round(math.log2(work))
+            self.measured[key] += took
+            self.expected[key] += expected
+            self.works[key].append(work)
         return result
 
 
 def _at_pace_of_steps(record: DeviceRecord, device: torch.device) -> DeviceRecord:
     """Returns the record with the pace of ops within steps, where caches hold other things than beside them."""
     timed, ratios = _Timed(DeviceCosts(record), device), []
-    workloads = [build(device) for build in (_transformer, _convolutions)]
+    workloads = list(_workloads(device))
     for workload in workloads:
         workload.step()
         for _ in range(3):
             with timed:
                 workload.step()
-    paces = tuple((op, timed.measured[op] / seconds) for op, seconds in sorted(timed.expected.items()))
-    record = replace(record, op_paces=paces)
+    paces: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (op, size), seconds in timed.expected.items():
+        paces[op].append((statistics.fmean(timed.works[op, size]), timed.measured[op, size] / seconds))
+    record = replace(record, op_paces=tuple((op, tuple(sorted(points))) for op, points in sorted(paces.items())))
     for workload in workloads:
         whole = _Timed(DeviceCosts(record), device)
         seconds = [metered(time_meter(device), workload.step).seconds for _ in range(_STEPS)]
@@ -125,22 +139,42 @@ def _at_pace_of_steps(record: DeviceRecord, device: torch.device) -> DeviceRecor
     return replace(record, pace=statistics.geometric_mean(ratios))
 
 
-def _transformer(device: torch.device) -> Workload:
-    width, layers, rows = (1024, 4, 512) if device.type == "cuda" else (256, 8, 128)
-    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, activation=functional.gelu, batch_first=True)
-    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return Workload(model, torch.randn(12, rows, width, device=device), loss=_squared, optimizer=optimizer)
+def _workloads(device: torch.device) -> Iterator[Workload]:
+    """Yields steps of transformers and of convolutions, small and large."""
+    large = device.type == "cuda"
+    for width, layers, batch, rows in (
+        [(256, 4, 8, 128), (1024, 4, 12, 512), (2048, 2, 8, 1024)]
+        if large
+        else [(64, 4, 8, 64), (128, 4, 8, 128), (256, 4, 12, 128), (512, 2, 4, 256)]
+    ):
+        yield _transformer(device, width, layers, batch, rows)
+    for width, batch, side in (
+        [(32, 16, 32), (128, 48, 64), (256, 32, 32)] if large else [(16, 16, 16), (32, 48, 32), (128, 16, 16)]
+    ):
+        yield _convolutions(device, width, batch, side)
 
 
-def _convolutions(device: torch.device) -> Workload:
-    width, side = (128, 64) if device.type == "cuda" else (32, 32)
+def _transformer(device: torch.device, width: int, layers: int, batch: int, rows: int) -> Workload:
+    words = 16 * width
+    layer = nn.TransformerEncoderLayer(width, width // 32, 4 * width, activation=functional.gelu, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(words, width), encoder, nn.Linear(width, words)).to(device)
+    tokens = torch.randint(words, (batch, rows), device=device)
+
+    def next_words(logits: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    return Workload(model, tokens, loss=next_words, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def _convolutions(device: torch.device, width: int, batch: int, side: int) -> Workload:
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
-    for _ in range(8):
+    for _ in range(4):
         layers += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 1)]
+    layers += [nn.MaxPool2d(2), nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU()]
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    return Workload(model, torch.randn(48, 3, side, side, device=device), loss=_squared, optimizer=optimizer)
+    return Workload(model, torch.randn(batch, 3, side, side, device=device), loss=_squared, optimizer=optimizer)
 
 
 def _squared(output: Tensor) -> Tensor:

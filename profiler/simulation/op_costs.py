@@ -75,11 +75,12 @@ class DeviceCosts:
         cuda = self.device.kind == "cuda"
         if kind == "matmul" and dtype == "float32" and cuda and torch.backends.cuda.matmul.allow_tf32:
             dtype = "tfloat32"
-        seconds = self.device.rate_of(kind, dtype).seconds(work_of(kind, op, args, kwargs, result))
+        work = work_of(kind, op, args, kwargs, result)
+        seconds = self.device.rate_of(kind, dtype).seconds(work)
         if kind in BY_FLOPS and cuda:  # A product with few rows is limited by reading its matrices.
             moved_bytes = _moved_bytes(args, kwargs, result)
             seconds = max(seconds, self.device.rate_of("memory", dtype).seconds(moved_bytes))
-        return seconds * self.device.pace_of(name_of(op))
+        return seconds * self.device.pace_of(name_of(op), work)
 
     def transient_bytes(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
         """Returns the most bytes that the kernel of an op holds while it runs, beside its arguments and its result."""

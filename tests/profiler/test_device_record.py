@@ -65,8 +65,18 @@ def test_a_kind_without_rates_is_as_fast_as_the_next_similar_one() -> None:
 
 
 def test_the_pace_of_an_op_is_that_of_steps_times_its_own() -> None:
-    known = device(op_paces=(("mm", 1.5),), pace=2.0)
-    assert known.pace_of("mm") == 3.0 and known.pace_of("add") == 2.0
+    known = device(op_paces=(("mm", ((10.0, 1.5), (1000.0, 0.375))),), pace=2.0)
+    assert known.pace_of("add", 10.0) == 2.0
+    for work, pace in ((1.0, 3.0), (10.0, 3.0), (100.0, 1.5), (1000.0, 0.75), (1e9, 0.75)):
+        assert known.pace_of("mm", work) == pytest.approx(pace)
+
+
+@pytest.mark.parametrize("points", [((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((0.0, 1.0),), ((1.0, -1.0),)])
+def test_points_that_no_line_goes_through_are_refused(points: Any) -> None:
+    with pytest.raises(ValueError, match="points of matmul: expected pairs of numbers above 0"):
+        OpRate(kind="matmul", points=points)
+    with pytest.raises(ValueError, match="points of mm: expected pairs"):
+        device(op_paces=(("mm", points),))
 
 
 def test_a_ring_sends_all_but_a_part() -> None:
@@ -92,7 +102,7 @@ def test_a_device_is_saved_and_loaded_as_it_is(tmp_path: Path) -> None:
         kind="cuda",
         context_bytes=300,
         block_bytes=512,
-        op_paces=(("mm", 1.5),),
+        op_paces=(("mm", ((10.0, 1.5),)),),
         pace=1.25,
         least_seconds=0.5,
         most_seconds=2.0,
