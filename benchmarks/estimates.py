@@ -2,6 +2,9 @@
 
 ``peaks``: the models of the zoo and families of transformers on the CPU, unplanned and under two plans that were solved
 from the estimate. ``cards``: unplanned peaks that a GPU had, from the tables of earlier runs, estimated without one.
+``seconds``: steps of the zoo's models and of plans for them, estimated from a file that was calibrated just before.
+Machines that others share change their speed meanwhile: the steps that the calibration times are timed again beside
+each model, and its seconds are divided by how much longer these take now (``machine_factor``).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from benchmarks.interleaving import in_turns
 from benchmarks.reporting import RESULTS, write_rows
 from planner.zoo import build, names
 from profiler.device_record import DeviceRecord, OpRate
-from profiler.measurement.calibration import calibrate
+from profiler.measurement.calibration import calibrate, steps_to_time
+from profiler.measurement.meter import metered, time_meter
 from profiler.workload.workload import own_loss
 
 # Of the way from the smallest budget to the unplanned peak.
@@ -127,9 +131,18 @@ def _table(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def seconds_of(case: tuple[str, str]) -> Iterator[dict[str, Any]]:
+def machine_seconds() -> float:
+    """How long the steps take that a calibration times."""
+    total = 0.0
+    for workload in steps_to_time(torch.device("cpu")):
+        took = [metered(time_meter(workload.device), workload.step).seconds for _ in range(ROUNDS)]
+        total += statistics.median(took[1:])
+    return total
+
+
+def seconds_of(case: tuple[str, str, float]) -> Iterator[dict[str, Any]]:
     """Rows of one model: seconds of its plain step and of plans, from an estimate and from a measured profile."""
-    name, device = case
+    name, device, calibrated_seconds = case
     make = builder(name)
     estimated, real = planner.estimate(make, device=device), make()
     profile = planner.profile(real)
@@ -137,27 +150,28 @@ def seconds_of(case: tuple[str, str]) -> Iterator[dict[str, Any]]:
     span = profile.unplanned_peak_bytes - least
     budgets = [least + int(depth * span) for depth in TIMED_DEPTHS]
     plans = [planner.solve(source, budget) for budget in budgets for source in (estimated, profile)]
+    before_seconds = machine_seconds()
     plain, planned = in_turns(real, plans, rounds=ROUNDS)
-    yield {
-        "model": name,
-        "plan": "unplanned",
-        "estimated_seconds": estimated.unplanned_seconds,
-        "measured_seconds": statistics.median(plain),
-        "off_percent": 100 * (estimated.unplanned_seconds / statistics.median(plain) - 1),
-        "failed": "",
-    }
-    for number, depth in enumerate(TIMED_DEPTHS):
-        plan, ours, theirs = plans[2 * number], planned[2 * number], planned[2 * number + 1]
-        seconds = statistics.median(ours)
-        yield {
+    factor = (before_seconds + machine_seconds()) / 2 / calibrated_seconds
+
+    def row(plan: str, estimated_seconds: float, measured_seconds: float) -> dict[str, Any]:
+        off = estimated_seconds / (measured_seconds / factor) - 1
+        return {
             "model": name,
-            "plan": f"{depth:.0%} of the range",
-            "estimated_seconds": plan.predicted_seconds,
-            "measured_seconds": seconds,
-            "off_percent": 100 * (plan.predicted_seconds / seconds - 1),
-            "against_measured_plan": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+            "plan": plan,
+            "estimated_seconds": estimated_seconds,
+            "measured_seconds": measured_seconds,
+            "machine_factor": round(factor, 3),
+            "off_percent": round(100 * off, 2),
             "failed": "",
         }
+
+    yield row("unplanned", estimated.unplanned_seconds, statistics.median(plain))
+    for number, depth in enumerate(TIMED_DEPTHS):
+        plan, ours, theirs = plans[2 * number], planned[2 * number], planned[2 * number + 1]
+        against = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        found = row(f"{depth:.0%} of the range", plan.predicted_seconds, statistics.median(ours))
+        yield {**found, "against_measured_plan": round(against, 4)}
 
 
 def seconds_summary(rows: list[dict[str, Any]]) -> list[str]:
@@ -242,7 +256,8 @@ def main() -> None:
         if part == "seconds":
             device = options.out / "estimates-device.json"
             calibrate("cpu").save(device)
-            cases = [(name, str(device)) for name in cases]
+            calibrated_seconds = machine_seconds()
+            cases = [(name, str(device), calibrated_seconds) for name in cases]
         rows = rows_in_order(rows_of[part], cases, 1 if part == "seconds" else options.jobs)
         notes = seconds_summary if part == "seconds" else summary
         write_rows(options.out, f"estimates-{part}", PARTS[part], rows, notes)

@@ -120,7 +120,7 @@ class _Timed(TorchDispatchMode):
 def _at_pace_of_steps(record: DeviceRecord, device: torch.device) -> DeviceRecord:
     """Returns the record with the pace of ops within steps, where caches hold other things than beside them."""
     timed, ratios = _Timed(DeviceCosts(record), device), []
-    workloads = list(_workloads(device))
+    workloads = list(steps_to_time(device))
     for workload in workloads:
         workload.step()
         for _ in range(3):
@@ -139,8 +139,8 @@ def _at_pace_of_steps(record: DeviceRecord, device: torch.device) -> DeviceRecor
     return replace(record, pace=statistics.geometric_mean(ratios))
 
 
-def _workloads(device: torch.device) -> Iterator[Workload]:
-    """Yields steps of transformers and of convolutions, small and large."""
+def steps_to_time(device: torch.device) -> Iterator[Workload]:
+    """Yields the steps of transformers and of convolutions, small and large, that ops are timed in."""
     large = device.type == "cuda"
     for width, layers, batch, rows in (
         [(256, 4, 8, 128), (1024, 4, 12, 512), (2048, 2, 8, 1024)]

@@ -60,7 +60,7 @@ def calibrated(told: list[tuple[str, int, int]]) -> Iterator[DeviceRecord]:
         patch.setattr(calibration, "_MOST_SETS", 4)
         patch.setattr(calibration, "_STEPS", 2)
         patch.setattr(calibration, "_LONG_SECONDS", 0.0)
-        patch.setattr(calibration, "_workloads", lambda device: [_small(device)])
+        patch.setattr(calibration, "steps_to_time", lambda device: [_small(device)])
         yield calibrate("cpu", progress=lambda *args: told.append(args))
 
 
