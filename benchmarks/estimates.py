@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from benchmarks import catalogue
 from benchmarks.catalogue_families import FAMILIES
 from benchmarks.fidelity import GPU_SETTINGS
 from benchmarks.interleaving import in_turns
-from benchmarks.reporting import RESULTS, write_rows
+from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.zoo import build, names
 from profiler.device_record import DeviceRecord, OpRate
 from profiler.measurement.calibration import calibrate, steps_to_time
@@ -131,28 +131,37 @@ def _table(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def machine_seconds() -> float:
+def machine_seconds(device: str) -> float:
     """How long the steps take that a calibration times."""
     total = 0.0
-    for workload in steps_to_time(torch.device("cpu")):
+    for workload in steps_to_time(torch.device(device)):
         took = [metered(time_meter(workload.device), workload.step).seconds for _ in range(ROUNDS)]
         total += statistics.median(took[1:])
     return total
 
 
-def seconds_of(case: tuple[str, str, float]) -> Iterator[dict[str, Any]]:
+class Timed(NamedTuple):
+    """A model to time, the device that it is on and its file, and how long the calibration's steps took there."""
+
+    name: str
+    device: str
+    file: str
+    calibrated_seconds: float
+
+
+def seconds_of(case: Timed) -> Iterator[dict[str, Any]]:
     """Rows of one model: seconds of its plain step and of plans, from an estimate and from a measured profile."""
-    name, device, calibrated_seconds = case
-    make = builder(name)
-    estimated, real = planner.estimate(make, device=device), make()
+    name = case.name
+    make = builder(name, {"device": case.device, **(GPU_SETTINGS.get(name, {}) if case.device == "cuda" else {})})
+    estimated, real = planner.estimate(make, device=case.file), make()
     profile = planner.profile(real)
     least = max(catalogue.smallest_budget(estimated, _NO_OFFLOAD), catalogue.smallest_budget(profile, _NO_OFFLOAD))
     span = profile.unplanned_peak_bytes - least
     budgets = [least + int(depth * span) for depth in TIMED_DEPTHS]
     plans = [planner.solve(source, budget) for budget in budgets for source in (estimated, profile)]
-    before_seconds = machine_seconds()
+    before_seconds = machine_seconds(case.device)
     plain, planned = in_turns(real, plans, rounds=ROUNDS)
-    factor = (before_seconds + machine_seconds()) / 2 / calibrated_seconds
+    factor = (before_seconds + machine_seconds(case.device)) / 2 / case.calibrated_seconds
 
     def row(plan: str, estimated_seconds: float, measured_seconds: float) -> dict[str, Any]:
         off = estimated_seconds / (measured_seconds / factor) - 1
@@ -236,7 +245,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 PARTS = {
     "peaks": "Estimated against measured peaks on the CPU",
     "cards": "Estimated against a GPU's recorded peaks",
-    "seconds": "Estimated against measured seconds on the CPU",
+    "seconds": "Estimated against measured seconds",
 }
 
 
@@ -245,22 +254,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--models", nargs="+", help="these alone")
+    parser.add_argument("--device", default="cpu", help="for seconds")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    catalogue.begin("cpu")
+    if options.device == "cpu":
+        catalogue.begin("cpu")
     rows_of = {"peaks": peaks_of, "cards": cards_of, "seconds": seconds_of}
     for part in options.part:
         cases: list[Any] = recorded() if part == "cards" else [*names(), *(FAMILIES if part == "peaks" else ())]
         cases = [c for c in cases if not options.models or (c if isinstance(c, str) else c[0]) in options.models]
         if part == "seconds":
-            device = options.out / "estimates-device.json"
-            calibrate("cpu").save(device)
-            calibrated_seconds = machine_seconds()
-            cases = [(name, str(device), calibrated_seconds) for name in cases]
+            file = options.out / f"{result_name('estimates-device', options.device)}.json"
+            calibrate(options.device).save(file)
+            took = machine_seconds(options.device)
+            cases = [Timed(name, options.device, str(file), took) for name in cases]
         rows = rows_in_order(rows_of[part], cases, 1 if part == "seconds" else options.jobs)
         notes = seconds_summary if part == "seconds" else summary
-        write_rows(options.out, f"estimates-{part}", PARTS[part], rows, notes)
+        write_rows(options.out, result_name(f"estimates-{part}", options.device), PARTS[part], rows, notes)
 
 
 if __name__ == "__main__":

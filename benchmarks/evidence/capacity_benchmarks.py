@@ -155,6 +155,21 @@ ESTIMATES = Topic(
             ),
         ),
         Benchmark(
+            name="estimates-seconds",
+            module="benchmarks.estimates",
+            full="--part seconds",
+            quick=None,
+            minutes=30,
+            tables=(
+                Table(
+                    name="estimates-seconds",
+                    what="steps of ten models and of three plans for each, from a file that was calibrated before; "
+                    "plans from the estimate beside plans from a measured profile",
+                    says=says.estimated_seconds,
+                ),
+            ),
+        ),
+        Benchmark(
             name="estimates-peaks",
             module="benchmarks.estimates",
             full="--part peaks",

@@ -21,6 +21,7 @@ from planner.plans.profiling import profile
 from planner.plans.solving import Numerics
 from profiler.current_device import active_device
 from profiler.device_record import DeviceRecord, is_card
+from profiler.measurement.device_memory import held_beside_result
 from profiler.measurement.measuring import Progress
 from profiler.records import Profile
 from profiler.simulation.cuda_rules import as_on_cuda
@@ -97,7 +98,9 @@ def _check_wrapped(workload: Workload, ranks: int) -> None:
 @contextmanager
 def on_card(device: DeviceRecord) -> Iterator[None]:
     """Tensors that are made inside are fake, and lie on a device that need not be there; profiles are estimates."""
-    with simulating(DeviceCosts(device)), as_on_cuda() if device.kind == "cuda" else nullcontext():
+    cuda = device.kind == "cuda"
+    costs = DeviceCosts(device, None if cuda else held_beside_result)
+    with simulating(costs), as_on_cuda() if cuda else nullcontext():
         try:
             yield
         except (ValueError, RuntimeError, NotImplementedError) as error:

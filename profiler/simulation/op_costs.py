@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from profiler.device_record import BY_FLOPS, DeviceRecord
-from profiler.workload.tensor_trees import tensors_in
+from profiler.workload.tensor_trees import map_tensors, tensors_in
 
 _aten = torch.ops.aten
 
@@ -43,6 +45,17 @@ _KINDS = {
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 
 
+# What their kernels on the CPU hold meanwhile depends on the processor, on the library's version and on threads.
+_CHOOSING = frozenset(
+    {
+        "convolution",
+        "convolution_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "_native_batch_norm_legit",
+    }
+)
+Run = Callable[[], object]
 # cuDNN 9 took less than so much, and a share of the largest convolution's tensors, on an H200.
 _CUDNN_BYTES, _CUDNN_SHARE = 32 * 2**20, 8
 
@@ -52,11 +65,14 @@ class DeviceCosts:
 
     Args:
         device: the device.
+        held_beside_result: tells how many bytes a call takes on this machine's CPU; None where the device is another.
     """
 
-    def __init__(self, device: DeviceRecord) -> None:
+    def __init__(self, device: DeviceRecord, held_beside_result: Callable[[Run], int] | None = None) -> None:
         self.device = device
         self._convolution_bytes = 0  # of the tensors of the largest
+        self._held_beside_result = held_beside_result
+        self._tried_bytes: dict[str, int] = {}
 
     def margin(self) -> tuple[int, str]:
         """Returns the bytes by which peaks may be higher than what was counted, and why."""
@@ -84,8 +100,30 @@ class DeviceCosts:
 
     def transient_bytes(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
         """Returns the most bytes that the kernel of an op holds while it runs, beside its arguments and its result."""
-        rule = _TRANSIENT[self.device.kind].get(name_of(op))
+        name = name_of(op)
+        if self._held_beside_result is not None and name in _CHOOSING:
+            return self._tried(self._held_beside_result, op, args, kwargs)
+        rule = _TRANSIENT[self.device.kind].get(name)
         return 0 if rule is None else int(rule(args, kwargs, result))
+
+    def _tried(
+        self, held_beside_result: Callable[[Run], int], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> int:
+        """Runs an op on zeros of the same layouts, once for all calls with such arguments."""
+        key = repr((op, map_tensors(_layout, (args, kwargs))))
+        if key not in self._tried_bytes:
+            with _disable_current_modes():
+                real, options = map_tensors(_zeros, (args, kwargs))
+                self._tried_bytes[key] = held_beside_result(lambda: op(*real, **options))
+        return self._tried_bytes[key]
+
+
+def _layout(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
 
 @functools.cache
@@ -152,26 +190,6 @@ def _moved_bytes(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) 
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in tensors)
 
 
-# What kernels of the CPU hold meanwhile, as torch 2.13 was seen to allocate.
-
-
-def _convolution(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Returns the bytes of copies in blocks of channels: of image and weights, then of the result alone."""
-    return max(args[0].nbytes + args[1].nbytes, result.nbytes)
-
-
-def _convolution_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    return args[0].nbytes + args[1].nbytes
-
-
-def _batch_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    return 2 * args[0].shape[1] * 4
-
-
-def _batch_norm_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    return args[0].nbytes
-
-
 # What kernels of either device hold meanwhile.
 
 
@@ -227,13 +245,7 @@ _TRANSIENT_ANYWHERE = {
     "logsumexp": _logsumexp,
 }
 _TRANSIENT: dict[str, dict[str, Any]] = {
-    "cpu": {
-        **_TRANSIENT_ANYWHERE,
-        "convolution": _convolution,
-        "convolution_backward": _convolution_backward,
-        "native_batch_norm": _batch_norm,
-        "native_batch_norm_backward": _batch_norm_backward,
-    },
+    "cpu": _TRANSIENT_ANYWHERE,
     "cuda": {
         **_TRANSIENT_ANYWHERE,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
