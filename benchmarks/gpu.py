@@ -1,7 +1,8 @@
 """Everything on a CUDA device, in parts that each end within nine minutes, need no network, and are not done twice.
 
-Each part writes tables of its own into the folder of results, most of them row by row: what was measured when the time
-was over is there, and says that it is not all. The same command goes on where it was stopped.
+Parts come in the order of what is least known, and ``--minutes 25`` ends after so long. Each writes tables of its own
+into the folder of results, most of them row by row: what was measured when the time was over is there, and says that it
+is not all. The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -22,15 +23,40 @@ ROOT = Path(__file__).parent.parent
 PART_SECONDS = 540.0
 GRAPH_MODELS = ("gpt2", "bert", "llama", "unet")
 PEER_MODELS = ("gpt2", "bert", "llama", "resnet50", "unet")
+COMPILED_MODELS = ("gpt2", "bert", "llama")
 TINY_SOLVERS = "--solvers dp --budgets 0.5 --rounds 1"
 
 
 def parts() -> Iterator[Benchmark]:
-    """All parts, cheap ones first; the quick form of each is tiny, on the CPU."""
+    """All parts, what is least known first; the quick form of each is tiny, on the CPU."""
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = f"tests-{path.stem.removeprefix('test_')}"
         arguments = f"{path.relative_to(ROOT).as_posix()} --name {name}"
         yield _part(name, "benchmarks.gpu_tests", arguments, arguments, name)
+    for model in PEER_MODELS:
+        full = f"--models {model} --device cuda --precision bf16 --solvers dp --budgets 0.1 0.5 0.9"
+        yield _part(f"peers-{model}", "benchmarks.peers", full, f"--models {model} {TINY_SOLVERS}", "peers-cuda")
+    for model in COMPILED_MODELS:
+        full = f"--models {model} --device cuda --precision bf16 --inductor --budgets 0.1 0.5"
+        tiny = f"--models {model} {TINY_SOLVERS}"
+        yield _part(f"peers-inductor-{model}", "benchmarks.peers", full, tiny, "peers-inductor-cuda")
+    yield _part("host-cost", "benchmarks.host_cost", "--device cuda", "--rounds 2", "host-cost-cuda")
+    full, tiny = "--device cuda --width 2048", "--words 500 --width 16 --rounds 1"
+    yield _part("large-head", "benchmarks.large_head", full, tiny, "large-head-cuda")
+    for memory, batch in (("80GB", 8), ("140GB", 16)):
+        full = f"--memory {memory} --batch {batch}"
+        tiny = "--memory 250kB --batch 2 --device cpu --tiny"
+        yield _part(f"llama-7b-{memory}", "benchmarks.gpu_llama", full, tiny, f"llama-7b-{memory}-cuda")
+    for model in ("gpt2", "resnet50"):
+        name, full = f"offload-overlap-{model}", f"--models {model}"
+        tiny = f"{full} --device cpu --tiny --rounds 1"
+        yield _part(name, "benchmarks.gpu_offload", full, tiny, "offload-overlap-cuda")
+    for attention in ("eager", "sdpa"):
+        tiny = f"--attention {attention} --device cpu --tiny --memory 3MB"
+        full = f"--attention {attention} --memory 32GB"
+        yield _part(f"bert-large-{attention}", "benchmarks.gpu_bert", full, tiny, f"bert-large-{attention}-cuda")
+    full, tiny = "--part seconds --device cuda", "--part seconds --models mlp"
+    yield _part("estimates-seconds", "benchmarks.estimates", full, tiny, "estimates-seconds-cuda")
     for model in MODELS:
         full = f"--models {model} --device cuda"
         yield _part(f"fidelity-{model}", "benchmarks.fidelity", full, f"--models {model} --rounds 1", "fidelity-cuda")
@@ -41,27 +67,12 @@ def parts() -> Iterator[Benchmark]:
     yield _part("catalogue", "benchmarks.catalogue", catalogue, "--families BertForMaskedLM", "catalogue-cuda")
     yield _part("overhead", "benchmarks.overhead", "--device cuda", "--rounds 1", "overhead-cuda")
     yield _part("nested", "benchmarks.nested", "--device cuda", "", "nested-cuda")
-    for model in ("gpt2", "resnet50"):
-        name, full = f"offload-overlap-{model}", f"--models {model}"
-        tiny = f"{full} --device cpu --tiny --rounds 1"
-        yield _part(name, "benchmarks.gpu_offload", full, tiny, "offload-overlap-cuda")
     for backend in ("eager", "inductor"):
         table = "graph-fidelity-cuda" if backend == "eager" else "graph-fidelity-inductor-cuda"
         for model in GRAPH_MODELS:
             full = f"--models {model} --backend {backend} --device cuda"
             tiny = f"--models branches --backend {backend}"
             yield _part(f"graph-{backend}-{model}", "benchmarks.graph_fidelity", full, tiny, table)
-    for attention in ("eager", "sdpa"):
-        tiny = f"--attention {attention} --device cpu --tiny --memory 3MB"
-        full = f"--attention {attention} --memory 32GB"
-        yield _part(f"bert-large-{attention}", "benchmarks.gpu_bert", full, tiny, f"bert-large-{attention}-cuda")
-    for memory, batch in (("80GB", 8), ("140GB", 16)):
-        full = f"--memory {memory} --batch {batch}"
-        tiny = "--memory 250kB --batch 2 --device cpu --tiny"
-        yield _part(f"llama-7b-{memory}", "benchmarks.gpu_llama", full, tiny, f"llama-7b-{memory}-cuda")
-    for model in PEER_MODELS:
-        full = f"--models {model} --device cuda --solvers dp --budgets 0.1 0.5 0.9"
-        yield _part(f"peers-{model}", "benchmarks.peers", full, f"--models {model} {TINY_SOLVERS}", "peers-cuda")
 
 
 def _part(name: str, module: str, full: str, tiny: str, table: str) -> Benchmark:
@@ -77,30 +88,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results-gpu", help="folder of tables and logs")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="these, by their names or how the names begin")
     parser.add_argument("--list", action="store_true", help="the parts and their commands")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only with --tiny")
-    parser.add_argument("--tiny", action="store_true", help="small settings on the CPU, to see that the parts work")
+    parser.add_argument("--minutes", type=float, help="end after so long; the same command goes on from there")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, to see that the parts work")
     options = parser.parse_args(arguments)
     chosen = [part for name, part in known.items() if not options.parts or name.startswith(tuple(options.parts))]
     if not chosen:
         parser.error(f"--parts: expected names of --list, got {' '.join(options.parts)}")
-    if options.tiny != (options.device == "cpu"):
-        parser.error("--tiny: expected together with --device cpu, got one of them; give both, or neither")
     if options.list:
         for part in chosen:
             print(f"{part.name}: {part.command}")
         return 0
-    if not options.tiny and not torch.cuda.is_available():
-        print("benchmarks.gpu: no CUDA device here; nothing was run (--device cpu --tiny tries the parts)")
+    if not options.rehearse and not torch.cuda.is_available():
+        print("benchmarks.gpu: no CUDA device here; nothing was run (--rehearse tries the parts on the CPU)")
         return 0
-    form = "quick" if options.tiny else "full"
+    form = "quick" if options.rehearse else "full"
+    all_seconds = None if options.minutes is None else 60 * options.minutes
     out = options.out.resolve()
     try:
-        failed = run_all(chosen, form, work=out / "work", results=out, limit_seconds=PART_SECONDS, partial=True)
+        failed = run_all(
+            chosen,
+            form,
+            work=out / "work",
+            results=out,
+            limit_seconds=PART_SECONDS,
+            all_seconds=all_seconds,
+            partial=True,
+        )
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     if failed:
-        print(f"failed: {', '.join(failed)}; the same command tries these again")
+        print(f"failed, or no time was left: {', '.join(failed)}; the same command tries these again")
     return 1 if failed else 0
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import planner
 from benchmarks.op_level import smallest_budget
-from benchmarks.reporting import RESULTS, write_rows
+from benchmarks.reporting import RESULTS, result_name, write_rows
 from profiler.workload.workload import Workload
 
 BLOCKS, WIDTH, HEADS, BATCH, LENGTH, VOCABULARY = 12, 16, 2, 4, 16, 32
@@ -61,10 +61,11 @@ def _checkpointed(block: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
-def workload(run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Workload:
+def workload(device: str, run: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Workload:
     """A step on a few short sequences."""
     torch.manual_seed(0)
-    return Workload(model=TinyGPT(run), inputs=torch.randint(VOCABULARY, (BATCH, LENGTH)), loss=lambda output: output)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH)).to(device)
+    return Workload(model=TinyGPT(run).to(device), inputs=tokens, loss=lambda output: output)
 
 
 def seconds_of(work: Workload) -> float:
@@ -72,14 +73,16 @@ def seconds_of(work: Workload) -> float:
     tokens, begin = work.inputs, time.perf_counter()
     work.model(tokens).backward()
     work.model.zero_grad()
+    if work.device.type == "cuda":
+        torch.cuda.synchronize(work.device)
     return time.perf_counter() - begin
 
 
-def planned_ways() -> Iterator[tuple[str, Workload, int]]:
+def planned_ways(device: str) -> Iterator[tuple[str, Workload, int]]:
     """Ways to run the step under a plan, and how many ops run again; the plan is on."""
     names = [f"blocks.{k}" for k in range(BLOCKS)]
     for way in ("keep all", "recompute all", "half of the range"):
-        work = workload()
+        work = workload(device)
         profile = planner.profile(work, stages=names if way == "recompute all" else None)
         if way == "recompute all":
             plan = planner.state(profile, planner.Rule(modules="blocks.*"))
@@ -91,10 +94,10 @@ def planned_ways() -> Iterator[tuple[str, Workload, int]]:
         yield way, work, plan.recomputed_ops
 
 
-def rows_of(rounds: int) -> Iterator[dict[str, Any]]:
+def rows_of(rounds: int, device: str) -> Iterator[dict[str, Any]]:
     """A row for each way: medians of the ratios to the plain step and to the checkpointed one of the same round."""
-    ways = [("plain", workload(), 0), ("torch.utils.checkpoint, each block", workload(_checkpointed), 0)]
-    ways += planned_ways()
+    ways = [("plain", workload(device), 0)]
+    ways += [("torch.utils.checkpoint, each block", workload(device, _checkpointed), 0), *planned_ways(device)]
     seconds: dict[str, list[float]] = {way: [] for way, _, _ in ways}
     for work in (work for _, work, _ in ways for _ in range(20)):
         seconds_of(work)
@@ -115,6 +118,7 @@ def rows_of(rounds: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -124,7 +128,8 @@ def main() -> None:
         "in kernels",
         f"medians of {options.rounds} rounds, in each of which every way runs once; ratios within a round",
     ]
-    write_rows(options.out, "host-cost", "Host cost of plans", rows_of(options.rounds), lambda _: notes)
+    name, rows = result_name("host-cost", options.device), rows_of(options.rounds, options.device)
+    write_rows(options.out, name, "Host cost of plans", rows, lambda _: notes)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import planner
 from benchmarks.one_step import peak_bytes_of, seconds_of
 from benchmarks.pieces_models import llama
-from benchmarks.reporting import MIB, RESULTS, write_rows
+from benchmarks.reporting import MIB, RESULTS, result_name, write_rows
 from planner.plans.solving import least_budget_bytes
 from profiler.recomputation.heads import HeadInPieces
 from profiler.workload.forward_patches import ForwardPatches
@@ -179,6 +179,7 @@ def row_counts(rounds: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure, print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--words", type=int, default=128_000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
@@ -190,15 +191,17 @@ def main() -> None:
         "by hand: torch ops alone, the layers kept or under the model's own gradient checkpointing; where its peak is "
         "below the smallest budget in pieces, that is taken",
     ]
-    rows = llama_rows(options.words, options.width, options.rounds)
-    write_rows(options.out, "large-head", "A Llama of four layers, 4 x 512 tokens", rows, lambda _: notes)
-    write_rows(
-        options.out,
-        "head-rows",
-        f"Rows of a head that run at once, of {_TOKENS:,}",
-        row_counts(options.rounds),
-        lambda _: ["medians of ratios, in turns"],
-    )
+    with torch.device(options.device):
+        rows = llama_rows(options.words, options.width, options.rounds)
+        name = result_name("large-head", options.device)
+        write_rows(options.out, name, "A Llama of four layers, 4 x 512 tokens", rows, lambda _: notes)
+        write_rows(
+            options.out,
+            result_name("head-rows", options.device),
+            f"Rows of a head that run at once, of {_TOKENS:,}",
+            row_counts(options.rounds),
+            lambda _: ["medians of ratios, in turns"],
+        )
 
 
 if __name__ == "__main__":

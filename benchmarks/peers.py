@@ -73,10 +73,10 @@ def against(
     }
 
 
-def settings_of(name: str, device: str) -> dict[str, Any]:
+def settings_of(name: str, device: str, precision: str = "float32") -> dict[str, Any]:
     """The device, twelve layers where the zoo's model has layers, and sizes that keep a GPU busy on one."""
     sizes = GPU_SETTINGS[name] if device.startswith("cuda") else {}
-    return {"device": device, **sizes, **({"layers": LAYERS} if name in LAYERED else {})}
+    return {"device": device, "precision": precision, **sizes, **({"layers": LAYERS} if name in LAYERED else {})}
 
 
 def fitting(name: str, peers: Iterable[Peer], settings: dict[str, Any]) -> tuple[list[Peer], list[str]]:
@@ -107,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["gpt2"])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="float32", choices=("float32", "bf16"))
     parser.add_argument("--inductor", action="store_true", help="peers that Inductor compiles, as a table of their own")
     parser.add_argument("--solvers", nargs="*", help=f"memory budget solvers: {', '.join(SOLVERS)}")
     parser.add_argument("--budgets", nargs="*", type=float, help="memory budgets from 0 to 1")
@@ -121,7 +122,7 @@ def main() -> None:
         for name in options.models:
             compiled = compiled_peers(INDUCTOR if options.inductor else AOT_EAGER, solvers, budgets)
             peers = compiled if options.inductor else [*eager_peers(), *package_peers(), *compiled]
-            settings = settings_of(name, options.device)
+            settings = settings_of(name, options.device, options.precision)
             fit, others = fitting(name, peers, settings)
             left_out.extend(others)
             yield from rows_of(name, fit, options.rounds, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -24,6 +25,7 @@ Form = Literal["quick", "full"]
 WORK = ROOT / "build" / "benchmarks"  # what git ignores
 TAIL = 8  # lines of the log that are shown after a failure
 QUICK_SECONDS = 600.0
+LEAST_SECONDS = 15.0  # in less nothing is measured
 
 
 def run_all(
@@ -35,6 +37,7 @@ def run_all(
     again: bool = False,
     partial: bool = False,
     limit_seconds: float | None = None,
+    all_seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> list[str]:
     """Run them; returns the names of those that failed.
@@ -42,8 +45,10 @@ def run_all(
     One that was done before with the same arguments on the same code is not run again. Results of the full form are
     put into ``results`` once all tables of a benchmark are there; those of the quick form stay in ``work``. One that
     takes more than ``limit_seconds`` is ended, and failed; with ``partial`` the tables that it has written are kept.
+    After ``all_seconds`` none begins, the one that runs is ended, and those that are left count as failed.
     """
     failed = []
+    end = None if all_seconds is None else time.perf_counter() + all_seconds
     chosen = [each for each in benchmarks if form == "full" or each.quick is not None]
     for number, each in enumerate(chosen, start=1):
         head = f"[{number}/{len(chosen)}] {each.name}"
@@ -54,9 +59,15 @@ def run_all(
         if not again and done.is_file() and asked.items() <= json.loads(done.read_text(encoding="utf-8")).items():
             say(f"{head}: done before")
             continue
-        say(f"{head}: {shlex.join(['python', *arguments])}")
         begin = time.perf_counter()
         limit = limit_seconds or (QUICK_SECONDS if form == "quick" else None)
+        if end is not None:
+            limit = min(limit or math.inf, end - begin)
+            if limit < LEAST_SECONDS:
+                failed.append(each.name)
+                say(f"{head}: no time is left")
+                continue
+        say(f"{head}: {shlex.join(['python', *arguments])}")
         why = _run(each, arguments, folder, limit)
         seconds = time.perf_counter() - begin
         if form == "full" and (partial or not why):

@@ -53,11 +53,17 @@ def test_without_a_device_nothing_runs_and_that_is_said(capsys):
     assert "no CUDA device here; nothing was run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--parts", "gone"], ["--tiny"], ["--device", "cpu"]])
-def test_what_cannot_be_meant_is_refused(arguments, capsys):
+def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
-        gpu.main(arguments)
+        gpu.main(["--parts", "gone"])
     assert stopped.value.code == 2 and "expected" in capsys.readouterr().err
+
+
+def test_after_the_time_for_all_none_begins(tmp_path):
+    said = []
+    parts = [PARTS["overhead"], PARTS["nested"]]
+    left = running.run_all(parts, "quick", work=tmp_path, results=tmp_path, all_seconds=1, say=said.append)
+    assert left == ["overhead", "nested"] and all("no time is left" in line for line in said)
 
 
 def test_outcomes_of_tests_become_rows(tmp_path):
