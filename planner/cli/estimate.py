@@ -84,8 +84,9 @@ def estimate_command(
     if profile_file is not None:
         found.save(profile_file)
     # What is not counted (fragmentation, workspaces that the device's libraries choose) gets a part of the memory.
-    free_bytes = found.estimate.margin_bytes + found.estimate.memory_bytes * _KEPT_FREE_PERCENT // 100
-    allowed = budget or str(max(1, found.estimate.memory_bytes - free_bytes))
+    memory_bytes = found.estimate.memory_bytes
+    free_bytes = 0 if budget else found.estimate.margin_bytes + memory_bytes * _KEPT_FREE_PERCENT // 100
+    allowed = budget or str(max(1, memory_bytes - free_bytes))
     try:
         with out.searching(0.0):
             summary, document = solve_source(
@@ -101,16 +102,14 @@ def estimate_command(
         if as_json:
             out.show_json({**documents.refusal_document(refusal, **unplanned_fields(found)), "estimated": True})
         else:
-            out.show(estimate_report(found, None, kept_free_bytes=0 if budget else free_bytes))
+            out.show(estimate_report(found, None, kept_free_bytes=free_bytes))
         raise
     if plan_file is not None:
         write_document(plan_file, document)
     if as_json:
         out.show_json(summary.to_document())
     else:
-        out.show(
-            solution_report(summary), "", estimate_report(found, summary, kept_free_bytes=0 if budget else free_bytes)
-        )
+        out.show(solution_report(summary), "", estimate_report(found, summary, kept_free_bytes=free_bytes))
     out.say_written(profile_file, plan_file)
 
 

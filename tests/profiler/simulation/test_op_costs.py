@@ -183,7 +183,13 @@ def _transient(op: Any, *args: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("image", "weight", "stride"),
-    [((4, 64, 16, 16), (64, 64, 3, 3), 1), ((4, 36, 16, 16), (48, 36, 1, 1), 1), ((4, 48, 16, 16), (48, 1, 7, 7), 2)],
+    [
+        ((4, 64, 16, 16), (64, 64, 3, 3), 1),
+        ((4, 16, 16, 16), (64, 16, 3, 3), 1),
+        ((4, 64, 16, 16), (32, 64, 3, 3), 2),
+        ((4, 36, 16, 16), (48, 36, 1, 1), 1),
+        ((4, 48, 16, 16), (48, 1, 7, 7), 2),
+    ],
 )
 def test_convolutions_on_the_cpu_hold_what_a_trial_on_zeros_does(
     image: tuple[int, ...], weight: tuple[int, ...], stride: int
