@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -45,17 +47,9 @@ _KINDS = {
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 
 
-# What their kernels on the CPU hold meanwhile depends on the processor, on the library's version and on threads.
-_CHOOSING = frozenset(
-    {
-        "convolution",
-        "convolution_backward",
-        "native_batch_norm",
-        "native_batch_norm_backward",
-        "_native_batch_norm_legit",
-    }
-)
 Run = Callable[[], object]
+# Calls that move or take more are not tried.
+_MOST_TRIED_BYTES, _MOST_TRIED_SECONDS = 2**30, 1.0
 # cuDNN 9 took less than so much, and a share of the largest convolution's tensors, on an H200.
 _CUDNN_BYTES, _CUDNN_SHARE = 32 * 2**20, 8
 
@@ -100,30 +94,41 @@ class DeviceCosts:
 
     def transient_bytes(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
         """Returns the most bytes that the kernel of an op holds while it runs, beside its arguments and its result."""
-        name = name_of(op)
-        if self._held_beside_result is not None and name in _CHOOSING:
-            return self._tried(self._held_beside_result, op, args, kwargs)
-        rule = _TRANSIENT[self.device.kind].get(name)
-        return 0 if rule is None else int(rule(args, kwargs, result))
-
-    def _tried(
-        self, held_beside_result: Callable[[Run], int], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> int:
-        """Runs an op on zeros of the same layouts, once for all calls with such arguments."""
+        rule = _TRANSIENT[self.device.kind].get(name_of(op))
+        by_rule = 0 if rule is None else int(rule(args, kwargs, result))
+        if self._held_beside_result is None or kind_of(op, args) == "none":
+            return by_rule
+        # What kernels on the CPU hold depends on the processor, on libraries' versions and on threads.
         key = repr((op, map_tensors(_layout, (args, kwargs))))
         if key not in self._tried_bytes:
-            with _disable_current_modes():
-                real, options = map_tensors(_zeros, (args, kwargs))
-                self._tried_bytes[key] = held_beside_result(lambda: op(*real, **options))
+            small = _moved_bytes(args, kwargs, result) <= _MOST_TRIED_BYTES
+            short = small and self.seconds(op, args, kwargs, result) <= _MOST_TRIED_SECONDS
+            tried = _held_on_zeros(self._held_beside_result, op, args, kwargs) if short else None
+            self._tried_bytes[key] = by_rule if tried is None else tried
         return self._tried_bytes[key]
+
+
+def _held_on_zeros(
+    held_beside_result: Callable[[Run], int], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> int | None:
+    """Runs an op on zeros of the same layouts; None where it cannot."""
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            real, options = map_tensors(_stand_in, (args, kwargs))
+            return held_beside_result(lambda: op(*real, **options))
+        except Exception:  # noqa: BLE001  (zeros may be what an op refuses)
+            return None
 
 
 def _layout(tensor: Tensor) -> Any:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same layout: zeros for a fake one, a copy of a real one."""
+    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+    return zeros if isinstance(tensor, FakeTensor) else zeros.copy_(tensor)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ which is how an allocator counts; the clock is advanced by what each op would ta
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +74,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._size_bytes: dict[int, int] = {}  # by storage
         self._writes: Counter[int] = Counter()
         self._copies: dict[int, tuple[int, int]] = {}  # the storage that one is a copy of, and its writes by then
+        self._sum: tuple[int, int, int] | None = None  # the storage that it may be in, live bytes, and those of blocks
 
     def forget_peak(self) -> None:
         """The peak is what is alive now."""
@@ -87,6 +90,10 @@ class SimulatedDevice(TorchDispatchMode):
 
     def hold(self, tensor: Tensor, *, on_host: bool = False) -> None:
         """Counts the storage of a tensor until it is gone; one in host memory counts as nothing."""
+        self._count(tensor, on_host=on_host)
+        self._note_peak()
+
+    def _count(self, tensor: Tensor, *, on_host: bool) -> None:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -96,7 +103,6 @@ class SimulatedDevice(TorchDispatchMode):
         self._size_bytes[key] = size_bytes = 0 if on_host else storage.nbytes()
         self.live_bytes += size_bytes
         self.live_block_bytes += self._block_bytes(size_bytes)
-        self._note_peak()
         # Torch keeps the Python object of a storage for as long as anything refers to the storage itself.
         weakref.finalize(storage, self._let_go, key)
 
@@ -145,19 +151,31 @@ class SimulatedDevice(TorchDispatchMode):
             return NotImplemented  # It comes back for the part that lies here.
         if func.namespace == "prim":  # Asks for a fake tensor's device.
             return func(*args, **kwargs)
+        self._settle_sum()
+        in_place = _storage_summed_in(func, args)
         result = self._run(func, args, kwargs)
         made = _tensors_in(result)
         transient_bytes = self.costs.transient_bytes(func, args, kwargs, result)
         # The random state of this kernel is two numbers in host memory.
         seeded = func is _aten._scaled_dot_product_efficient_attention.default
         for tensor in made:
-            self.hold(tensor, on_host=seeded and tensor.dim() == 0)
-        self._note_peak(transient_bytes)
+            self._count(tensor, on_host=seeded and tensor.dim() == 0)
+        if in_place is None:
+            self._note_peak(transient_bytes)
+        else:
+            self._sum = in_place, self.live_bytes, self.live_block_bytes
         if func.namespace == COLLECTIVES:
             self._exchange(func, args, made)
         else:
             self.seconds += self.costs.seconds(func, args, kwargs, result)
         return result
+
+    def _settle_sum(self) -> None:
+        """Notes the peak of the last sum of gradients, unless nothing else held what it would have been made in."""
+        if self._sum is not None and self._sum[0] in self._size_bytes:
+            self.peak_bytes = max(self.peak_bytes, self._sum[1])
+            self.peak_block_bytes = max(self.peak_block_bytes, self._sum[2])
+        self._sum = None
 
     def _exchange(self, func: Any, args: tuple[Any, ...], made: list[Tensor]) -> None:
         """Advances the clock by a collective of distributed tensors, whose result is needed at once."""
@@ -217,6 +235,30 @@ class SimulatedDevice(TorchDispatchMode):
         return True
 
 
+def _storage_summed_in(func: Any, args: tuple[Any, ...]) -> int | None:
+    """The storage of a gradient to which autograd adds another one in place, if nothing else refers to it.
+
+    Under a dispatch mode it makes a third tensor instead (``can_accumulate_inplace`` in input_buffer.cpp).
+    """
+    if func is not _aten.add.Tensor or torch.is_grad_enabled() or not all(isinstance(a, Tensor) for a in args[:2]):
+        return None
+    summed, other = args[:2]
+    storage, sizes = summed.untyped_storage(), (summed.shape, summed.dtype)
+    alone = torch._C._storage_Use_Count(storage._cdata) == 2  # This one, and the tensor's.
+    if summed is other or not alone or summed._is_view() or sizes != (other.shape, other.dtype):
+        return None
+    return storage._cdata if _is_called_by_autograd() and is_non_overlapping_and_dense_or_false(summed) else None
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether an op is dispatched from the engine or from a node written in C++, not from Python within a backward."""
+    frame = sys._getframe(3)  # Of whoever called the mode.
+    while frame.f_back is not None and frame.f_globals.get("__name__", "") in _WRAPPERS:
+        frame = frame.f_back
+    return frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+_WRAPPERS = {"torch._compile", "torch._dynamo.eval_frame"}  # Torch wraps every mode's ``__torch_dispatch__`` in these.
 _SUMMED = {_collectives.all_reduce.default, _collectives.all_reduce_.default, _collectives.all_reduce_coalesced.default}
 # Ops that hand values to Python.
 _READERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}

@@ -176,8 +176,11 @@ def _seen(run: Callable[[], Any]) -> int:
     return most - live
 
 
+FAST = tuple(OpRate(kind=kind, per_second=1e12) for kind in ("matmul", "memory"))
+
+
 def _transient(op: Any, *args: Any) -> tuple[int, int]:
-    known = DeviceCosts(costs().device, held_beside_result)
+    known = DeviceCosts(costs(rates=FAST).device, held_beside_result)
     return known.transient_bytes(op, args, {}, op(*args)), _seen(lambda: op(*args))
 
 
@@ -215,6 +218,34 @@ def test_norms_and_losses_on_the_cpu_hold_what_is_expected() -> None:
     expected, seen = _transient(aten.native_batch_norm_backward.default, *backward)
     assert expected == pytest.approx(seen, abs=2048)
     assert _transient(aten.mm.default, torch.randn(8, 8), torch.randn(8, 8)) == (0, 0)
+
+
+def test_what_is_cast_inside_a_kernel_is_seen_in_a_trial() -> None:
+    x, mask = torch.ones(64, 64), torch.ones(64, 64, dtype=torch.bool)
+    assert _transient(aten.mul.Tensor, x, mask) == (x.nbytes, x.nbytes)
+    assert _transient(aten.native_dropout.default, x, 0.5, True) == (x.nbytes, x.nbytes)
+
+
+def test_trials_draw_nothing_and_write_to_nothing() -> None:
+    known = DeviceCosts(costs(rates=FAST).device, held_beside_result)
+    state, counts = torch.get_rng_state(), torch.arange(4)
+    for op, args in ((aten.bernoulli.default, (torch.ones(8),)), (aten.add_.Tensor, (counts, counts))):
+        known.transient_bytes(op, args, {}, args[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert counts.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "rates"),
+    [
+        (aten.mul.Tensor, (torch.ones(64), torch.ones(64, dtype=torch.bool)), ()),  # It would take longer than a second.
+        (aten.linalg_cholesky_ex.default, (torch.ones(4, 8), True), FAST),  # It refuses what it is given.
+    ],
+)
+def test_what_cannot_be_tried_holds_what_rules_say(op: Any, args: tuple[Any, ...], rates: tuple[OpRate, ...]) -> None:
+    slow = (OpRate(kind="memory", per_second=1.0),)
+    known = DeviceCosts(costs(rates=rates or slow).device, held_beside_result)
+    assert known.transient_bytes(op, args, {}, torch.ones(())) == 0
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

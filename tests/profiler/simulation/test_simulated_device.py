@@ -96,6 +96,35 @@ def test_what_only_autograd_refers_to_counts_until_backward_is_through(device: S
     assert device.peak_bytes == 3 * TENSOR_BYTES + 2 * FLOAT_BYTES
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_are_added_in_place_unless_something_else_holds_the_first(device: SimulatedDevice, held: bool) -> None:
+    x = torch.ones(N, requires_grad=True)
+    first, second, gradient = -x, -x, torch.ones(N)
+    kept: list[Any] = []
+    if held:
+        for each in (first, second):
+            each.grad_fn.register_hook(lambda made, _: kept.append(made))  # type: ignore[union-attr]
+    device.forget_peak()
+    before_bytes = device.live_bytes
+    torch.autograd.backward([first, second], [gradient, gradient])
+    first.detach()  # What was held is known when the next op begins.
+    assert device.peak_bytes - before_bytes == (3 if held else 2) * TENSOR_BYTES
+
+
+def test_sums_in_python_are_tensors_of_their_own(device: SimulatedDevice) -> None:
+    def doubled(gradient: Tensor) -> Tensor:
+        return gradient + torch.ones_like(gradient)
+
+    x = torch.ones(N, requires_grad=True)
+    y, gradient = -x, torch.ones(N)
+    y.register_hook(doubled)
+    device.forget_peak()
+    before_bytes = device.live_bytes
+    torch.autograd.backward([y], [gradient])
+    y.detach()
+    assert device.peak_bytes - before_bytes == 2 * TENSOR_BYTES
+
+
 def test_a_kernel_may_hold_bytes_only_while_it_runs() -> None:
     with simulating(Costs({"aten::mm": 1000}, block_bytes=512)) as device:
         left = torch.empty(10, 10)
