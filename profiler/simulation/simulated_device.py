@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,6 +198,12 @@ class SimulatedDevice(TorchDispatchMode):
         # What is written to would be written to twice.
         if func not in _READERS and not (whole and (func._schema.is_mutable or shaped_by_values)):
             result = func(*args, **kwargs)
+            small = isinstance(result, FakeTensor) and result.numel() <= _MOST_STATED
+            if small and result.is_floating_point() and not given and func in _STATED:
+                with unset_fake_temporarily():
+                    stated = func(*args, **kwargs)
+                fakes = result.fake_mode
+                return fakes.fake_tensor_converter.from_real_tensor(fakes, stated, make_constant=True)
             if not all(map(is_whole, (*given, *_tensors_in(result)))):
                 return result
         with unset_fake_temporarily():
@@ -205,11 +212,15 @@ class SimulatedDevice(TorchDispatchMode):
     def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         """Runs an op on fake tensors; whoever asks for values is told what a step without accidents would show."""
         if func is _aten._local_scalar_dense.default:
+            if isinstance(given[0], FakeTensor) and given[0].constant is not None:
+                return given[0].constant.item()
             return _ORDINARY.get(given[0].dtype, 1.0 if given[0].is_floating_point() else 1)
         if func in _READERS:
             return self._are_same(*given)
         args, kwargs = _with_positions(func, args, kwargs)
         result = _by_shapes(func, args, kwargs)
+        if isinstance(result, FakeTensor) and result.constant is not None and is_whole(result):
+            result = result.constant
         traits = traits_of(func)
         renewed = [args[i] for i in traits.statistics if i < len(args)] if traits.renews_statistics(args) else []
         for tensor in (*traits.writes(args, kwargs), *_tensors_in(renewed)):
@@ -260,6 +271,15 @@ def _is_called_by_autograd() -> bool:
 
 _WRAPPERS = {"torch._compile", "torch._dynamo.eval_frame"}  # Torch wraps every mode's ``__torch_dispatch__`` in these.
 _SUMMED = {_collectives.all_reduce.default, _collectives.all_reduce_.default, _collectives.all_reduce_coalesced.default}
+# Numbers that code states are known (masks of ones, rates of layers), until they meet others.
+_STATED = {
+    _aten.ones.default,
+    _aten.zeros.default,
+    _aten.full.default,
+    _aten.linspace.default,
+    _aten.scalar_tensor.default,
+}
+_MOST_STATED = 2**20
 # Ops that hand values to Python.
 _READERS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.allclose.default}
 _ORDINARY: dict[torch.dtype, Any] = {torch.bool: False}  # of values that nobody knows
@@ -321,7 +341,11 @@ def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
     """Tensors that are made inside are fake, and ops count on a simulated device."""
     device, fakes = SimulatedDevice(costs), FakeTensorMode(allow_non_fake_inputs=True)
     with activated(device), fakes, device, _swaps_of(fakes), _resizes_of(device):
-        yield device
+        limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, _MOST_STATED
+        try:
+            yield device
+        finally:
+            fake_tensor.CONSTANT_NUMEL_LIMIT = limit
 
 
 @contextlib.contextmanager

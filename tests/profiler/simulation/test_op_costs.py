@@ -238,8 +238,8 @@ def test_trials_draw_nothing_and_write_to_nothing() -> None:
 @pytest.mark.parametrize(
     ("op", "args", "rates"),
     [
-        (aten.mul.Tensor, (torch.ones(64), torch.ones(64, dtype=torch.bool)), ()),  # It would take longer than a second.
-        (aten.linalg_cholesky_ex.default, (torch.ones(4, 8), True), FAST),  # It refuses what it is given.
+        (aten.mul.Tensor, (torch.ones(64), torch.ones(64, dtype=torch.bool)), ()),  # Too long.
+        (aten.linalg_cholesky_ex.default, (torch.ones(4, 8), True), FAST),  # Refused.
     ],
 )
 def test_what_cannot_be_tried_holds_what_rules_say(op: Any, args: tuple[Any, ...], rates: tuple[OpRate, ...]) -> None:

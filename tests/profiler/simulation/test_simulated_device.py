@@ -97,7 +97,7 @@ def test_what_only_autograd_refers_to_counts_until_backward_is_through(device: S
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_gradients_are_added_in_place_unless_something_else_holds_the_first(device: SimulatedDevice, held: bool) -> None:
+def test_gradients_are_added_in_place_unless_the_first_is_held(device: SimulatedDevice, held: bool) -> None:
     x = torch.ones(N, requires_grad=True)
     first, second, gradient = -x, -x, torch.ones(N)
     kept: list[Any] = []
@@ -157,6 +157,28 @@ def test_whole_numbers_are_real_as_long_as_they_come_from_whole_numbers(device: 
     assert (ids > 3).nonzero().tolist() == [[3], [4]] and ids.unique().tolist() == ids.tolist()
     assert isinstance(ids.float(), FakeTensor) and isinstance(torch.empty(5).argmax(), FakeTensor)
     assert device.live_bytes == ids.nbytes == 40
+
+
+def test_numbers_that_code_states_are_known_until_they_meet_others(device: SimulatedDevice) -> None:
+    rates = torch.linspace(0, 0.5, 3)
+    mask = torch.ones(2, 5)
+    assert [rate.item() for rate in rates] == [0.0, 0.25, 0.5]
+    assert isinstance(mask, FakeTensor)
+    assert bool(mask[:, None].bool().all())
+    assert (1.0 - mask).sum().item() == 0.0
+    assert (mask * torch.rand(2, 5)).sum().item() == 1.0  # What nobody knows.
+    mask += torch.rand(2, 5)
+    assert mask.sum().item() == 1.0
+
+
+def test_stated_numbers_count_and_their_views_do_not(device: SimulatedDevice) -> None:
+    before_bytes = device.live_bytes
+    weight = nn.Parameter(torch.ones(N))
+    assert device.live_bytes - before_bytes == TENSOR_BYTES
+    views = weight[None], weight.detach(), weight.view(2, -1)
+    assert device.live_bytes - before_bytes == TENSOR_BYTES
+    (views[0] * torch.rand(3, N)).sum().backward()
+    assert weight.grad is not None
 
 
 def test_random_whole_numbers_are_those_of_the_seed(device: SimulatedDevice) -> None:
