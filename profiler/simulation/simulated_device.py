@@ -249,16 +249,22 @@ class SimulatedDevice(TorchDispatchMode):
 def _storage_summed_in(func: Any, args: tuple[Any, ...]) -> int | None:
     """The storage of a gradient to which autograd adds another one in place, if nothing else refers to it.
 
-    Under a dispatch mode it makes a third tensor instead (``can_accumulate_inplace`` in input_buffer.cpp).
+    Under a dispatch mode it makes a third tensor instead (``can_accumulate_inplace`` in input_buffer.cpp, and
+    ``gather_backward`` and others in FunctionsManual.cpp).
     """
-    if func is not _aten.add.Tensor or torch.is_grad_enabled() or not all(isinstance(a, Tensor) for a in args[:2]):
+    if func not in _ADDS_GRADIENTS or torch.is_grad_enabled() or not isinstance(args[0], Tensor):
         return None
     summed, other = args[:2]
-    storage, sizes = summed.untyped_storage(), (summed.shape, summed.dtype)
+    if func is _aten.add.Tensor:
+        if not isinstance(other, Tensor) or summed is other:
+            return None
+        if (summed.shape, summed.dtype) != (other.shape, other.dtype):
+            return None
+    storage = summed.untyped_storage()
     alone = torch._C._storage_Use_Count(storage._cdata) == 2  # This one, and the tensor's.
-    if summed is other or not alone or summed._is_view() or sizes != (other.shape, other.dtype):
+    if not alone or summed._is_view() or not is_non_overlapping_and_dense_or_false(summed):
         return None
-    return storage._cdata if _is_called_by_autograd() and is_non_overlapping_and_dense_or_false(summed) else None
+    return storage._cdata if _is_called_by_autograd() else None
 
 
 def _is_called_by_autograd() -> bool:
@@ -269,6 +275,13 @@ def _is_called_by_autograd() -> bool:
     return frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
+_ADDS_GRADIENTS = {
+    _aten.add.Tensor,
+    _aten.scatter_add.default,
+    _aten.scatter.src,
+    _aten.scatter.value,
+    _aten.index_add.default,
+}
 _WRAPPERS = {"torch._compile", "torch._dynamo.eval_frame"}  # Torch wraps every mode's ``__torch_dispatch__`` in these.
 _SUMMED = {_collectives.all_reduce.default, _collectives.all_reduce_.default, _collectives.all_reduce_coalesced.default}
 # Numbers that code states are known (masks of ones, rates of layers), until they meet others.

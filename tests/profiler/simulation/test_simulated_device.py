@@ -111,6 +111,16 @@ def test_gradients_are_added_in_place_unless_the_first_is_held(device: Simulated
     assert device.peak_bytes - before_bytes == (3 if held else 2) * TENSOR_BYTES
 
 
+def test_the_gradient_of_a_gather_is_made_in_place(device: SimulatedDevice) -> None:
+    x, index = torch.ones(N, requires_grad=True), torch.zeros(1, dtype=torch.long)
+    y, gradient = x.gather(0, index), torch.ones(1)
+    device.forget_peak()
+    before_bytes = device.live_bytes
+    torch.autograd.backward([y], [gradient])
+    y.detach()
+    assert device.peak_bytes - before_bytes == TENSOR_BYTES
+
+
 def test_sums_in_python_are_tensors_of_their_own(device: SimulatedDevice) -> None:
     def doubled(gradient: Tensor) -> Tensor:
         return gradient + torch.ones_like(gradient)
