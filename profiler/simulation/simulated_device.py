@@ -63,6 +63,7 @@ class SimulatedDevice(TorchDispatchMode):
         peak_bytes: the most since ``forget_peak``.
         live_block_bytes, peak_block_bytes: the same of the blocks that the device's allocator hands out for them.
         seconds: the time that all ops so far would have taken.
+        guessed_at: the file and line that last asked for a value that nobody knows; empty before.
     """
 
     def __init__(self, costs: OpCosts) -> None:
@@ -70,6 +71,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self.live_block_bytes = self.peak_block_bytes = 0
         self.seconds = 0.0
+        self.guessed_at = ""
         self._network_free = self._last_awaited = 0.0
         self.record, self.costs = costs.device, costs
         self._size_bytes: dict[int, int] = {}  # by storage
@@ -214,6 +216,7 @@ class SimulatedDevice(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             if isinstance(given[0], FakeTensor) and given[0].constant is not None:
                 return given[0].constant.item()
+            self.guessed_at = _caller_outside_torch()
             return _ORDINARY.get(given[0].dtype, 1.0 if given[0].is_floating_point() else 1)
         if func in _READERS:
             return self._are_same(*given)
@@ -273,6 +276,13 @@ def _is_called_by_autograd() -> bool:
     while frame.f_back is not None and frame.f_globals.get("__name__", "") in _WRAPPERS:
         frame = frame.f_back
     return frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
+def _caller_outside_torch() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "profiler"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 _ADDS_GRADIENTS = {
