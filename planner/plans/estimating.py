@@ -141,8 +141,8 @@ def _why_not(error: BaseException) -> str:
     if device is not None and device.guessed_at:
         failed = str(error).removeprefix("profile: ")
         return (
-            f"{failed}. {device.guessed_at} reads a value that is computed from floating-point numbers; an estimate does "
-            "not have it, and takes 1. If that is why, profile on the device itself, or estimate a variant of the "
+            f"{failed}. {device.guessed_at} reads a value that is computed from floating-point numbers; an estimate "
+            "does not have it, and takes 1. If that is why, profile on the device itself, or estimate a variant of the "
             "model whose sizes do not depend on its data"
         )
     return ""
