@@ -24,6 +24,7 @@ from planner.units import format_bytes
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
+    from planner.plans.refusals import Infeasible
     from profiler.records import Profile
 
 _OF_PROFILE = ".profile.json"
@@ -98,12 +99,13 @@ def estimate_command(
                 offload=request,
                 numerics=numerics_of(allow_rounding),
             )
-    except Infeasible as refusal:
+    except Infeasible as refused:
+        refusal = refused if budget else _of_device(refused)
         if as_json:
             out.show_json({**documents.refusal_document(refusal, **unplanned_fields(found)), "estimated": True})
         else:
             out.show(estimate_report(found, None, kept_free_bytes=free_bytes))
-        raise
+        raise refusal from None
     if plan_file is not None:
         write_document(plan_file, document)
     if as_json:
@@ -111,6 +113,12 @@ def estimate_command(
     else:
         out.show(solution_report(summary), "", estimate_report(found, summary, kept_free_bytes=free_bytes))
     out.say_written(profile_file, plan_file)
+
+
+def _of_device(refusal: Infeasible) -> Infeasible:
+    """A refusal where nobody gave a budget: it is the device that has no more."""
+    remedy = refusal.remedy.replace("raise the budget", "take a device with more memory", 1)
+    return replace(refusal, subject="device", remedy=remedy)
 
 
 def _estimated(

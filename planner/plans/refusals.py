@@ -38,6 +38,7 @@ class Infeasible(ValueError):
         remedy: what to do.
         left_out: blocks that keep much and cannot be recomputed.
         unplanned_peak_bytes: the unplanned peak, if the budget was given as a share of it; 0 for a budget in bytes.
+        subject: what set the budget: ``"budget"``, or the ``"device"`` that has no more.
     """
 
     minimum_budget_bytes: int
@@ -50,6 +51,7 @@ class Infeasible(ValueError):
     remedy: str = "raise the budget, make the batch smaller"
     left_out: tuple[LeftOutRecord, ...] = ()
     unplanned_peak_bytes: int = 0
+    subject: Literal["budget", "device"] = "budget"
 
     @property
     def status(self) -> Literal["infeasible", "unknown"]:
@@ -64,8 +66,8 @@ class Infeasible(ValueError):
         more_time = "" if self.proven else "allow more time, or "
         or_auto = "" if self.solver == "auto" else " or try solver 'auto'"
         return (
-            f"budget: {self._asked} {said}; the smallest budget known to be enough is {self._known}: {self.reason}; "
-            f"{more_time}{self.remedy}{or_auto}"
+            f"{self.subject}: {self._asked} {said}; the smallest budget known to be enough is {self._known}: "
+            f"{self.reason}; {more_time}{self.remedy}{or_auto}"
         )
 
     def __reduce__(self) -> Any:

@@ -18,15 +18,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from profiler.current_device import activated
 from profiler.device_record import DeviceRecord
 from profiler.recomputation.op_schema import traits_of
 from profiler.workload.tensor_parts import COLLECTIVES, any_distributed
+from profiler.workload.tensor_trees import map_tensors
 
 # Larger tensors of whole numbers are fake as well.
 MOST_REAL_BYTES = 64 * 2**20
@@ -77,6 +78,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._size_bytes: dict[int, int] = {}  # by storage
         self._writes: Counter[int] = Counter()
         self._copies: dict[int, tuple[int, int]] = {}  # the storage that one is a copy of, and its writes by then
+        self._stated = WeakTensorKeyDictionary()  # numbers that code states, and the writes to their storage by then
         self._sum: tuple[int, int, int] | None = None  # the storage that it may be in, live bytes, and those of blocks
 
     def forget_peak(self) -> None:
@@ -200,12 +202,11 @@ class SimulatedDevice(TorchDispatchMode):
         # What is written to would be written to twice.
         if func not in _READERS and not (whole and (func._schema.is_mutable or shaped_by_values)):
             result = func(*args, **kwargs)
-            small = isinstance(result, FakeTensor) and result.numel() <= _MOST_STATED
-            if small and result.is_floating_point() and not given and func in _STATED:
+            stated = not given and func in _STATED and result.is_floating_point()
+            if stated and isinstance(result, FakeTensor) and result.numel() <= _MOST_STATED:
                 with unset_fake_temporarily():
-                    stated = func(*args, **kwargs)
-                fakes = result.fake_mode
-                return fakes.fake_tensor_converter.from_real_tensor(fakes, stated, make_constant=True)
+                    self._stated[result] = func(*args, **kwargs), self._writes[_key(result)]
+                return result
             if not all(map(is_whole, (*given, *_tensors_in(result)))):
                 return result
         with unset_fake_temporarily():
@@ -214,16 +215,16 @@ class SimulatedDevice(TorchDispatchMode):
     def _run_fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
         """Runs an op on fake tensors; whoever asks for values is told what a step without accidents would show."""
         if func is _aten._local_scalar_dense.default:
-            if isinstance(given[0], FakeTensor) and given[0].constant is not None:
-                return given[0].constant.item()
+            if (known := self._stated_numbers(given[0])) is not None:
+                with unset_fake_temporarily():
+                    return known.item()
             self.guessed_at = _caller_outside_torch()
             return _ORDINARY.get(given[0].dtype, 1.0 if given[0].is_floating_point() else 1)
         if func in _READERS:
             return self._are_same(*given)
         args, kwargs = _with_positions(func, args, kwargs)
         result = _by_shapes(func, args, kwargs)
-        if isinstance(result, FakeTensor) and result.constant is not None and is_whole(result):
-            result = result.constant
+        result = self._with_stated(func, args, kwargs, given, result)
         traits = traits_of(func)
         renewed = [args[i] for i in traits.statistics if i < len(args)] if traits.renews_statistics(args) else []
         for tensor in (*traits.writes(args, kwargs), *_tensors_in(renewed)):
@@ -238,6 +239,32 @@ class SimulatedDevice(TorchDispatchMode):
         if usual is not None and result.dtype is torch.bool and is_whole(result):
             with unset_fake_temporarily():  # Nothing is NaN, nothing lies outside of what is asked for.
                 return torch.full(result.shape, usual)
+        return result
+
+    def _stated_numbers(self, tensor: Tensor) -> Tensor | None:
+        """The numbers of a tensor that code stated; whole numbers are their own; None where nobody knows."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        numbers, writes = self._stated.get(tensor) or (None, 0)
+        return numbers if writes == self._writes[_key(tensor)] else None
+
+    def _with_stated(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], result: Any
+    ) -> Any:
+        """The result of an op, with its numbers where it was given stated ones alone: whole ones are in its place."""
+        if not isinstance(result, Tensor | list | tuple) or func._schema.is_mutable or traits_of(func).random:
+            return result
+        made = _tensors_in(result)
+        if any(self._stated_numbers(tensor) is None for tensor in given):
+            return result
+        if not made or sum(tensor.numel() for tensor in made) > _MOST_STATED:
+            return result
+        with unset_fake_temporarily():
+            numbers = func(*map_tensors(self._stated_numbers, args), **map_tensors(self._stated_numbers, kwargs))
+        if isinstance(numbers, Tensor) and is_whole(numbers):
+            return numbers
+        for tensor, known in zip(made, _tensors_in(numbers), strict=True):
+            self._stated[tensor] = known, self._writes[_key(tensor)]
         return result
 
     def _are_same(self, left: Tensor, right: Tensor) -> bool:
@@ -364,11 +391,7 @@ def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
     """Tensors that are made inside are fake, and ops count on a simulated device."""
     device, fakes = SimulatedDevice(costs), FakeTensorMode(allow_non_fake_inputs=True)
     with activated(device), fakes, device, _swaps_of(fakes), _resizes_of(device):
-        limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, _MOST_STATED
-        try:
-            yield device
-        finally:
-            fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        yield device
 
 
 @contextlib.contextmanager

@@ -91,7 +91,8 @@ def test_a_device_without_room_is_told_with_the_smallest_budget(tmp_path: Path) 
     result = run("estimate", *TARGET, "--device", tmp_path / "tiny.json", "-o", tmp_path / "plan.json")
     assert result.exit_code == 3
     assert "more than the device has" in " ".join(result.stdout.split())
-    assert "infeasible: " in result.stderr and "the smallest" in result.stderr
+    assert "infeasible: --device: " in result.stderr and "the smallest" in result.stderr
+    assert "a device with more memory" in result.stderr
     assert not (tmp_path / "plan.json").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -179,6 +180,14 @@ def test_numbers_that_code_states_are_known_until_they_meet_others(device: Simul
     assert (mask * torch.rand(2, 5)).sum().item() == 1.0  # What nobody knows.
     mask += torch.rand(2, 5)
     assert mask.sum().item() == 1.0
+
+
+def test_copies_of_stated_numbers_are_written_to(device: SimulatedDevice) -> None:
+    copied = copy.deepcopy(nn.BatchNorm1d(N))
+    copied(torch.rand(4, N)).sum().backward()
+    stated = copy.deepcopy(torch.ones(N))
+    stated += torch.rand(N)
+    assert isinstance(stated, FakeTensor)
 
 
 def test_stated_numbers_count_and_their_views_do_not(device: SimulatedDevice) -> None:
