@@ -241,6 +241,11 @@ class SimulatedDevice(TorchDispatchMode):
                 return torch.full(result.shape, usual)
         return result
 
+    def forget_stated(self, *tensors: Tensor) -> None:
+        """Nothing refers to these tensors weakly; their numbers are not known any more."""
+        for tensor in tensors:
+            self._stated.pop(tensor, None)
+
     def _stated_numbers(self, tensor: Tensor) -> Tensor | None:
         """The numbers of a tensor that code stated; whole numbers are their own; None where nobody knows."""
         if not isinstance(tensor, FakeTensor):
@@ -390,13 +395,13 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
     """Tensors that are made inside are fake, and ops count on a simulated device."""
     device, fakes = SimulatedDevice(costs), FakeTensorMode(allow_non_fake_inputs=True)
-    with activated(device), fakes, device, _swaps_of(fakes), _resizes_of(device):
+    with activated(device), fakes, device, _swaps_of(device, fakes), _resizes_of(device):
         yield device
 
 
 @contextlib.contextmanager
-def _swaps_of(fakes: FakeTensorMode) -> Iterator[None]:
-    """Lets ``Module.to`` swap fake parameters: their mode refers to them weakly, which ``swap_tensors`` refuses."""
+def _swaps_of(device: SimulatedDevice, fakes: FakeTensorMode) -> Iterator[None]:
+    """Lets ``Module.to`` swap fake parameters: modes refer to them weakly, which ``swap_tensors`` refuses."""
     swap_tensors, converter = torch.utils.swap_tensors, fakes.fake_tensor_converter
 
     def swap(first: Tensor, second: Tensor) -> None:
@@ -405,6 +410,7 @@ def _swaps_of(fakes: FakeTensorMode) -> Iterator[None]:
         for memory in (converter.meta_converter.tensor_memo, converter.constant_storage_mapping):
             memory.clear()
         converter.meta_converter.describer.lookup_tensor.clear()
+        device.forget_stated(first, second)
         swap_tensors(first, second)
 
     torch.utils.swap_tensors = swap

@@ -325,6 +325,7 @@ def test_one_device_is_simulated_at_a_time(device: SimulatedDevice) -> None:
 @pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("cpu").bfloat16()])
 def test_modules_are_cast(device: SimulatedDevice, move: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Linear(10, 10)
+    model.bias = nn.Parameter(torch.ones(10))
     whole_bytes = device.live_bytes
     parameters = list(model.parameters())
     move(model)
