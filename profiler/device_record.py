@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import psutil
 
 from profiler.json_files import from_plain, read_document, to_plain, write_document
 from profiler.step_graph import Bytes, Seconds
@@ -173,7 +175,8 @@ class DeviceRecord:
         memory_bytes: of the device.
         context_bytes: the part of them that is gone before any tensor is there.
         block_bytes: the allocator hands out multiples of this.
-        origin: ``data sheet``: the numbers are from public documents; ``calibrated``: measured on the device.
+        origin: ``data sheet``: the numbers are from public documents; ``calibrated``: measured on the device;
+            ``assumed``: neither.
         op_paces: ops, each with pairs (work, time within steps relative to that by the rate of its kind), as measured.
         pace: the time of whole steps relative to the sum of their ops'.
         least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
@@ -188,7 +191,7 @@ class DeviceRecord:
     memory_bytes: Bytes
     context_bytes: Bytes = 0
     block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
-    origin: Literal["data sheet", "calibrated"]
+    origin: Literal["data sheet", "calibrated", "assumed"]
     op_paces: tuple[tuple[str, Points], ...] = ()
     pace: Factor = 1.0
     least_seconds: Factor = 1.0
@@ -252,18 +255,20 @@ class DeviceRecord:
 
     @classmethod
     def named(cls, name: str) -> DeviceRecord:
-        """Returns a device by the name of a card, as ``h100``, or by the path of a device file.
+        """Returns a device by the name of a card, as ``h100``, or by the path of a device file; ``cpu`` is this CPU.
 
         Raises:
             ValueError: there is no such card, or the file cannot be read.
         """
+        if name.lower() == "cpu":
+            return _this_cpu()
         if name.lower() in device_names():
             text = (resources.files("profiler") / "devices" / f"{name.lower()}.json").read_text()
             return cls._of(msgspec.json.decode(text), name)
         if "/" in name or name.endswith(".json"):
             return cls.load(name)
         raise ValueError(
-            f"device: there is no card {name!r}; use {', '.join(device_names())}, or a file that "
+            f"device: there is no card {name!r}; use {', '.join(device_names())}, cpu, or a file that "
             "`planner calibrate -o device.json` writes on the device itself"
         )
 
@@ -282,7 +287,7 @@ class EstimateRecord:
 
     Attributes:
         device: the name of the device.
-        origin: of what is known of it: ``data sheet``, or ``calibrated`` on the device itself.
+        origin: of what is known of it: ``data sheet``, ``calibrated`` on the device itself, or ``assumed``.
         memory_bytes: that a step may have on it.
         least_seconds, most_seconds: factors between which the time of a step is expected, relative to its estimate.
         margin_bytes: by which the peak may be higher than predicted.
@@ -290,7 +295,7 @@ class EstimateRecord:
     """
 
     device: str
-    origin: Literal["data sheet", "calibrated"]
+    origin: Literal["data sheet", "calibrated", "assumed"]
     memory_bytes: Bytes
     least_seconds: Rate
     most_seconds: Rate
@@ -299,10 +304,30 @@ class EstimateRecord:
 
     def in_words(self) -> str:
         """What it is that no device has measured, and how far off it may be."""
-        of = "its data sheet" if self.origin == "data sheet" else "ops timed on it"
+        of = {"data sheet": "its data sheet", "calibrated": "ops timed on it"}.get(self.origin, "assumed speeds")
         text = f"for {self.device}, from {of}; the time may be {self.least_seconds:g} to {self.most_seconds:g} times as"
         text += " long"
         return f"{text}, the peak {self.margin_bytes:,} bytes higher: {self.margin}" if self.margin_bytes else text
+
+
+def _this_cpu() -> DeviceRecord:
+    """Returns the CPU at hand: its memory as it is, and what its cores may do, assumed."""
+    cores, source = os.cpu_count() or 1, "assumed for a core with AVX2"
+    rates = (
+        OpRate(kind="matmul", per_second=4e10 * cores, launch_seconds=8e-6, source=source),
+        OpRate(kind="memory", per_second=5e9 * cores, launch_seconds=5e-6, source=source),
+    )
+    memory_bytes = psutil.virtual_memory().total
+    name = f"this CPU with {cores} cores"
+    return DeviceRecord(
+        name=name,
+        kind="cpu",
+        memory_bytes=memory_bytes,
+        origin="assumed",
+        rates=rates,
+        least_seconds=0.3,
+        most_seconds=3.0,
+    )
 
 
 def device_names() -> list[str]:

@@ -8,9 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from profiler.device_record import DeviceRecord, EstimateRecord, LinkRecord, NetworkRecord, OpRate, device_names
+from profiler.device_record import (
+    DeviceRecord,
+    EstimateRecord,
+    LinkRecord,
+    NetworkRecord,
+    OpRate,
+    device_names,
+    is_card,
+)
 
 CARDS = {"a100-40gb", "a100-80gb", "h100", "h200", "l4", "l40s", "rtx3090", "rtx4090", "t4", "v100-32gb"}
 
@@ -150,6 +159,12 @@ def test_what_is_no_file_and_no_card_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text.json"):
         DeviceRecord.named(str(text))
     assert DeviceRecord.named("H100") == DeviceRecord.named("h100")
+
+
+def test_the_cpu_at_hand_has_its_memory_and_assumed_speeds() -> None:
+    cpu = DeviceRecord.named("cpu")
+    assert (cpu.kind, cpu.origin, cpu.budget_bytes) == ("cpu", "assumed", psutil.virtual_memory().total)
+    assert not is_card("cpu"), "max-batch and advise measure on it"
 
 
 def test_the_packaged_cards() -> None:

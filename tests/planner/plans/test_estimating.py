@@ -313,6 +313,12 @@ def test_an_error_of_the_step_is_told_as_it_is() -> None:
     assert "depends on values" not in str(refused.value)
 
 
+def test_an_estimate_for_the_cpu_at_hand_says_that_its_speed_is_assumed() -> None:
+    profile = planner.estimate(mlp, device="cpu", menus=False)
+    plan = planner.solve(profile, profile.unplanned_peak_bytes)
+    assert "from assumed speeds; the time may be 0.3 to 3 times as long" in plan.summary()
+
+
 def test_files_and_words_say_that_it_is_estimated(tmp_path: Path) -> None:
     profile = planner.estimate(mlp, device="h100", menus=False)
     plan = planner.solve(profile, profile.unplanned_peak_bytes)
