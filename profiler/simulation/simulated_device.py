@@ -9,6 +9,7 @@ which is how an allocator counts; the clock is advanced by what each op would ta
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import weakref
 from collections import Counter
@@ -395,7 +396,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
     """Tensors that are made inside are fake, and ops count on a simulated device."""
     device, fakes = SimulatedDevice(costs), FakeTensorMode(allow_non_fake_inputs=True)
-    with activated(device), fakes, device, _swaps_of(device, fakes), _resizes_of(device):
+    with activated(device), fakes, device, _swaps_of(device, fakes), _resizes_of(device), _deep_copies():
         yield device
 
 
@@ -435,3 +436,29 @@ def _resizes_of(device: SimulatedDevice) -> Iterator[None]:
         yield
     finally:
         del torch.UntypedStorage.resize_  # Its own is inherited.
+
+
+@contextlib.contextmanager
+def _deep_copies() -> Iterator[None]:
+    """Lets models be copied deeply; torch would copy the mode of each fake tensor with it, and damages memory."""
+    FakeTensor.__deepcopy__ = _deep_copy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__  # Tensor's is inherited.
+
+
+def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("only tensors that no operation made (leaves of the graph) can be copied deeply")
+    copied = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, tensor.requires_grad)
+    else:
+        copied.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = copy.deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = copied
+    return copied

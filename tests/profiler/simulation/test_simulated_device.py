@@ -182,12 +182,20 @@ def test_numbers_that_code_states_are_known_until_they_meet_others(device: Simul
     assert mask.sum().item() == 1.0
 
 
-def test_copies_of_stated_numbers_are_written_to(device: SimulatedDevice) -> None:
-    copied = copy.deepcopy(nn.BatchNorm1d(N))
+def test_models_are_copied_deeply(device: SimulatedDevice) -> None:
+    model = nn.Sequential(nn.Linear(N, N, bias=False), nn.BatchNorm1d(N), nn.Linear(N, N, bias=False))
+    model[2].weight = model[0].weight
+    model.requires_grad_(False)[1].requires_grad_()
+    before_bytes = device.live_bytes
+    copied = copy.deepcopy(model)
+    assert device.live_bytes == 2 * before_bytes == 2 * ((N * N + 4 * N) * FLOAT_BYTES + 8)
+    assert copied[2].weight is copied[0].weight is not model[0].weight
+    assert [type(p) for p in copied.parameters()] == [type(p) for p in model.parameters()]
+    assert [p.requires_grad for p in copied.parameters()] == [False, True, True]
     copied(torch.rand(4, N)).sum().backward()
-    stated = copy.deepcopy(torch.ones(N))
-    stated += torch.rand(N)
-    assert isinstance(stated, FakeTensor)
+    assert copy.deepcopy(copied)[1].weight.grad is not None and model[1].weight.grad is None
+    with pytest.raises(RuntimeError, match="leaves"):
+        copy.deepcopy(copied(torch.rand(4, N)))
 
 
 def test_stated_numbers_count_and_their_views_do_not(device: SimulatedDevice) -> None:
