@@ -142,7 +142,7 @@ ESTIMATES = Topic(
         Benchmark(
             name="estimates-cards",
             module="benchmarks.estimates",
-            full="--part cards",
+            full="--part cards --jobs 2",
             quick="--part cards --models vit",
             minutes=10,
             tables=(
@@ -172,7 +172,7 @@ ESTIMATES = Topic(
         Benchmark(
             name="estimates-peaks",
             module="benchmarks.estimates",
-            full="--part peaks",
+            full="--part peaks --jobs 2",
             quick="--part peaks --models bert",
             minutes=20,
             tables=(
