@@ -208,14 +208,18 @@ def test_the_first_plan_is_kept_where_the_others_turn_out_slower(profile, monkey
 
 
 @pytest.mark.slow
-def test_it_runs_the_real_model_and_leaves_it_as_it_was(profile):
+def test_it_runs_the_real_model_and_leaves_it_as_it_was(profile, monkeypatch):
+    measure = verification.seconds_in_turns
+    monkeypatch.setattr(
+        verification, "seconds_in_turns", lambda work, plans: dict.fromkeys(measure(work, plans), 1e-2)
+    )  # Every run of the test chooses the same plan.
     work = workload()
     before = {name: tensor.clone() for name, tensor in work.model.state_dict().items()}
     verified = planner.verify(work, plan_at(profile, 0.6))
     assert 1 <= len(verified.rounds) <= verification.ROUNDS
     assert all((work.model.state_dict()[name] == tensor).all() for name, tensor in before.items())
     with planner.apply(work.model, verified.plan):
-        assert planner.measure(work, repeats=1).peak_bytes <= verified.plan.budget_bytes
+        assert planner.measure(work, repeats=1).peak_bytes == verified.plan.predicted_peak_bytes
 
 
 @pytest.mark.slow
