@@ -304,9 +304,9 @@ class EstimateRecord:
 
     def in_words(self) -> str:
         """What it is that no device has measured, and how far off it may be."""
-        of = {"data sheet": "its data sheet", "calibrated": "ops timed on it"}.get(self.origin, "assumed speeds")
-        text = f"for {self.device}, from {of}; the time may be {self.least_seconds:g} to {self.most_seconds:g} times as"
-        text += " long"
+        of = {"data sheet": "its data sheet", "calibrated": "ops timed on it", "assumed": "assumed speeds"}
+        text = f"for {self.device}, from {of[self.origin]}; the time may be {self.least_seconds:g} to "
+        text += f"{self.most_seconds:g} times as long"
         return f"{text}, the peak {self.margin_bytes:,} bytes higher: {self.margin}" if self.margin_bytes else text
 
 
@@ -317,12 +317,10 @@ def _this_cpu() -> DeviceRecord:
         OpRate(kind="matmul", per_second=4e10 * cores, launch_seconds=8e-6, source=source),
         OpRate(kind="memory", per_second=5e9 * cores, launch_seconds=5e-6, source=source),
     )
-    memory_bytes = psutil.virtual_memory().total
-    name = f"this CPU with {cores} cores"
     return DeviceRecord(
-        name=name,
+        name=f"this CPU with {cores} cores",
         kind="cpu",
-        memory_bytes=memory_bytes,
+        memory_bytes=psutil.virtual_memory().total,
         origin="assumed",
         rates=rates,
         least_seconds=0.3,

@@ -346,12 +346,11 @@ class AllocatorEvents:
 
 
 def held_beside_result(run: Callable[[], object]) -> int:
-    """Returns the most bytes that a call takes on the CPU beside what it returns, when it runs a second time.
+    """Returns the most bytes that a call takes on the CPU beside what it returns.
 
     Raises:
         RuntimeError: the process is profiled already.
     """
-    run()  # Libraries keep what they prepare for a shape.
     events = AllocatorEvents()
     events.start()
     try:

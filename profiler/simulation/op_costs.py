@@ -94,18 +94,20 @@ class DeviceCosts:
 
     def transient_bytes(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
         """Returns the most bytes that the kernel of an op holds while it runs, beside its arguments and its result."""
-        rule = _TRANSIENT[self.device.kind].get(name_of(op))
-        by_rule = 0 if rule is None else int(rule(args, kwargs, result))
         if self._held_beside_result is None or kind_of(op, args) == "none":
-            return by_rule
+            return self._by_rule(op, args, kwargs, result)
         # What kernels on the CPU hold depends on the processor, on libraries' versions and on threads.
         key = repr((op, map_tensors(_layout, (args, kwargs))))
         if key not in self._tried_bytes:
             small = _moved_bytes(args, kwargs, result) <= _MOST_TRIED_BYTES
             short = small and self.seconds(op, args, kwargs, result) <= _MOST_TRIED_SECONDS
             tried = _held_on_zeros(self._held_beside_result, op, args, kwargs) if short else None
-            self._tried_bytes[key] = by_rule if tried is None else tried
+            self._tried_bytes[key] = self._by_rule(op, args, kwargs, result) if tried is None else tried
         return self._tried_bytes[key]
+
+    def _by_rule(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+        rule = _TRANSIENT[self.device.kind].get(name_of(op))
+        return 0 if rule is None else int(rule(args, kwargs, result))
 
 
 def _held_on_zeros(
@@ -114,11 +116,12 @@ def _held_on_zeros(
     """Runs an op on zeros of the same layouts; None where it cannot."""
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        real, options = map_tensors(_stand_in, (args, kwargs))
         try:
-            real, options = map_tensors(_stand_in, (args, kwargs))
-            return held_beside_result(lambda: op(*real, **options))
-        except Exception:  # noqa: BLE001  (zeros may be what an op refuses)
+            op(*real, **options)  # Libraries keep what they prepare for a shape.
+        except Exception:  # noqa: BLE001  (an op, which may be anybody's, need not take zeros)
             return None
+        return held_beside_result(lambda: op(*real, **options))
 
 
 def _layout(tensor: Tensor) -> Any:
@@ -126,9 +129,11 @@ def _layout(tensor: Tensor) -> Any:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    """A tensor of the same layout: zeros for a fake one, a copy of a real one."""
-    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
-    return zeros if isinstance(tensor, FakeTensor) else zeros.copy_(tensor)
+    """A tensor of the same layout, expanded ones included: zeros for a fake one, a copy of a real one."""
+    if isinstance(tensor, FakeTensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+    storage = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -203,13 +204,8 @@ class SimulatedDevice(TorchDispatchMode):
         # What is written to would be written to twice.
         if func not in _READERS and not (whole and (func._schema.is_mutable or shaped_by_values)):
             result = func(*args, **kwargs)
-            stated = not given and func in _STATED and result.is_floating_point()
-            if stated and isinstance(result, FakeTensor) and result.numel() <= _MOST_STATED:
-                with unset_fake_temporarily():
-                    self._stated[result] = func(*args, **kwargs), self._writes[_key(result)]
-                return result
             if not all(map(is_whole, (*given, *_tensors_in(result)))):
-                return result
+                return self._with_stated(func, args, kwargs, given, result) if func in _STATED else result
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -396,7 +392,8 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 def simulating(costs: OpCosts) -> Iterator[SimulatedDevice]:
     """Tensors that are made inside are fake, and ops count on a simulated device."""
     device, fakes = SimulatedDevice(costs), FakeTensorMode(allow_non_fake_inputs=True)
-    with activated(device), fakes, device, _swaps_of(device, fakes), _resizes_of(device), _deep_copies():
+    deep_copies = patch.object(FakeTensor, "__deepcopy__", _deep_copy)
+    with activated(device), fakes, device, _swaps_of(device, fakes), _resizes_of(device), deep_copies:
         yield device
 
 
@@ -438,19 +435,8 @@ def _resizes_of(device: SimulatedDevice) -> Iterator[None]:
         del torch.UntypedStorage.resize_  # Its own is inherited.
 
 
-@contextlib.contextmanager
-def _deep_copies() -> Iterator[None]:
-    """Lets models be copied deeply; torch would copy the mode of each fake tensor with it, and damages memory."""
-    FakeTensor.__deepcopy__ = _deep_copy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del FakeTensor.__deepcopy__  # Tensor's is inherited.
-
-
 def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    if id(tensor) in memo:
-        return memo[id(tensor)]
+    """A copy with what was set on the tensor; torch would copy its mode as well, and damages memory with that."""
     if not tensor.is_leaf:
         raise RuntimeError("only tensors that no operation made (leaves of the graph) can be copied deeply")
     copied = tensor.detach().clone()
@@ -461,4 +447,6 @@ def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if tensor.grad is not None:
         copied.grad = copy.deepcopy(tensor.grad, memo)
     memo[id(tensor)] = copied
+    set_on_it = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}
+    vars(copied).update(copy.deepcopy(set_on_it, memo))
     return copied

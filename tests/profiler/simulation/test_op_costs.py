@@ -224,6 +224,7 @@ def test_what_is_cast_inside_a_kernel_is_seen_in_a_trial() -> None:
     x, mask = torch.ones(64, 64), torch.ones(64, 64, dtype=torch.bool)
     assert _transient(aten.mul.Tensor, x, mask) == (x.nbytes, x.nbytes)
     assert _transient(aten.native_dropout.default, x, 0.5, True) == (x.nbytes, x.nbytes)
+    assert _transient(aten.mul.Tensor, x, mask[:1].expand(64, 64)) == (x.nbytes, x.nbytes)
 
 
 def test_trials_draw_nothing_and_write_to_nothing() -> None:
