@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._prims_common import is_non_overlapping_and_dense_or_false, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -345,6 +345,7 @@ _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 
 
 # Their result is made as large as the arguments, and is one number in that storage then.
+_BATCH_NORMS = {_aten.native_batch_norm.default: 0, _aten.native_batch_norm_backward.default: 1}  # The input's place.
 _SHRUNK = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.binary_cross_entropy.default}
 
 
@@ -369,6 +370,10 @@ def _by_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         halves = [each.to(torch.bfloat16) for each in args[:2]]
         return func(*halves, *args[2:], **{**kwargs, "out_dtype": None}).to(args[0].dtype)
     result = func(*args, **kwargs)
+    if func in _BATCH_NORMS and result[0] is not None:
+        # Its rule for shapes keeps the strides of transposed inputs; kernels do not.
+        memory_format = suggest_memory_format(args[_BATCH_NORMS[func]])
+        return torch.empty_like(result[0], memory_format=memory_format), *result[1:]
     if func in _SHRUNK and result.dim() < args[0].dim():
         return result.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
     return result

@@ -121,6 +121,18 @@ def test_the_gradient_of_a_gather_is_made_in_place(device: SimulatedDevice) -> N
     assert device.peak_bytes - before_bytes == TENSOR_BYTES
 
 
+@pytest.mark.parametrize("axis", [1, 3])
+def test_batch_norm_of_transposed_inputs_is_laid_out_as_kernels_do(device: SimulatedDevice, axis: int) -> None:
+    def strides() -> list[tuple[int, ...]]:
+        x = torch.ones(2, 4, 3, 3).transpose(1, axis).contiguous().transpose(1, axis).requires_grad_()
+        result = nn.BatchNorm2d(x.shape[1])(x)
+        return [result.stride(), *(each.stride() for each in torch.autograd.grad(result, [x], torch.ones_like(x)))]
+
+    estimated = strides()
+    with _disable_current_modes():
+        assert strides() == estimated
+
+
 def test_sums_in_python_are_tensors_of_their_own(device: SimulatedDevice) -> None:
     def doubled(gradient: Tensor) -> Tensor:
         return gradient + torch.ones_like(gradient)
