@@ -17,7 +17,7 @@ from planner.distributed.ranks import Ranks, current_ranks, together
 from planner.plans.lowering import LoweredSchedule, lower_schedule
 from planner.plans.pipeline_profile import schedule_of
 from planner.plans.plan import Plan
-from planner.runtime.copy_engines import CopyEngine, CudaCopyEngine, SimulatedCopyEngine
+from planner.runtime.copy_engines import CopyEngine, CudaCopyEngine, EstimatedCopyEngine, SimulatedCopyEngine
 from planner.runtime.loop_watch import LoopWatch, is_metered
 from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types, given_model, given_plan
 from planner.runtime.plan_checks import (
@@ -26,6 +26,7 @@ from planner.runtime.plan_checks import (
     Deviations,
     ParameterChecks,
     PlanWarnings,
+    check_not_captured,
     running_backward,
     transformed,
     warn_about_outer_hooks,
@@ -35,12 +36,15 @@ from planner.runtime.planned_step import PlannedStep
 from planner.runtime.stage_places import StagePlaces, made_compiled, module_named, split_name
 from planner.runtime.stage_programs import StagePrograms
 from profiler.caller_warnings import warn_caller
+from profiler.current_device import active_device
+from profiler.measurement.library_workspaces import take_workspaces
 from profiler.measurement.step_measurement import Measurement, measure as measured_step
 from profiler.recomputation.held_inputs import BatchCopies
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.recomputation.steps_in_pieces import run_in_pieces
 from profiler.records import PiecesRecord
 from profiler.trace.call_program import Compiled
+from profiler.workload.compiled_forwards import check_no_cuda_graphs
 from profiler.workload.data_parallel import keep_gathered
 from profiler.workload.forward_patches import Forward, ForwardPatches, is_patched
 from profiler.workload.given_models import (
@@ -161,7 +165,8 @@ def apply(
         RankError: ranks apply different plans (of another ``fingerprint``), or it failed on one of them.
         UnsupportedPlan: the plan's schedule cannot be carried out.
         ValueError: another plan is applied already, an argument is of another kind, the file is no plan,
-            checkpointing of the model's own is switched on, or there is no such backend.
+            checkpointing of the model's own is switched on, it is compiled with CUDA graphs, or there is no such
+            backend.
     """
     ranks = current_ranks()
     with contextlib.ExitStack() as undo:
@@ -179,8 +184,10 @@ def apply(
 def _installed(model: nn.Module, plan: Plan, watch: bool | None, backend: Backend) -> Handle:
     check_unplanned(model)
     check_no_checkpointing(model, "apply")
+    check_no_cuda_graphs(model, model_device(model), "apply")
     check_model(model, plan)
     check_types(model, plan)
+    take_workspaces(model_device(model))
     lowered = lower_schedule(plan.stages, plan.schedule)
     patches, warn = ForwardPatches(), PlanWarnings()
     if plan.pieces is not None:
@@ -393,6 +400,7 @@ class PlanSession:
         """Another forward begins."""
         model = self._model()
         assert model is not None
+        check_not_captured(self._device)
         self._forward = None  # Whatever an interrupt has left of the one before.
         self._deviations.turns.forward_begins((self._batch.shapes, model.training))
         differs = autocast_now(self._device) != self._autocast
@@ -513,6 +521,8 @@ def engine_for(plan: Plan, lowered: LoweredSchedule, device: torch.device) -> Co
 
 def engine_on(device: torch.device, link: Link | None, host_bytes: int) -> CopyEngine | None:
     """The engine of a device with so much host memory; None, with a warning, where nothing can be sent."""
+    if (simulated := active_device()) is not None and link is not None:
+        return EstimatedCopyEngine(simulated, link, host_bytes)
     if device.type == "cuda":
         return CudaCopyEngine(device, host_bytes)
     if device.type == "cpu" and link is not None:

@@ -64,6 +64,20 @@ def check_device(workload: Workload, plan: Plan) -> None:
         )
 
 
+def check_not_captured(device: torch.device | None) -> None:
+    """Refuse a step that is being captured as a CUDA graph.
+
+    Recomputed ops read and set the random state on the host, and copies to host memory are waited for there: a graph
+    repeats neither.
+    """
+    if device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "forward: the step is being captured as a CUDA graph, and a plan has the host work in every step (random "
+            "states, copies), which a graph does not repeat; run the planned step without torch.cuda.graph, or remove "
+            "the plan before capturing"
+        )
+
+
 def transformed(warn: PlanWarnings) -> bool:
     """Whether a transform of ``torch.func`` or forward-mode differentiation is under way; says once what that means.
 

@@ -22,6 +22,7 @@ from profiler.measurement.device_memory import (
     ran_out,
     room_bytes,
 )
+from profiler.measurement.library_workspaces import take_workspaces
 from profiler.measurement.measuring import Measuring, Progress, ProgressReporter, frugal_first_step
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
@@ -30,7 +31,7 @@ from profiler.measurement.unsteady_bytes import what_is_drawn
 from profiler.records import Profile
 from profiler.simulation.simulated_device import SimulatedDevice
 from profiler.trace.partition import Stages, StagesError
-from profiler.workload.compiled_forwards import is_compiled
+from profiler.workload.compiled_forwards import check_no_cuda_graphs, is_compiled
 from profiler.workload.forward_patches import is_patched
 from profiler.workload.given_models import ModelCaches, check_no_checkpointing, inner_model
 from profiler.workload.random_states import RandomState
@@ -122,6 +123,7 @@ def check_profilable(workload: Workload) -> None:
     try:
         inner_model(workload.model)
         check_no_checkpointing(workload.model, "profile")
+        check_no_cuda_graphs(workload.model, workload.device, "profile")
     except ValueError as error:
         raise ProfileError(str(error)) from error
 
@@ -137,6 +139,7 @@ class _Request(NamedTuple):
 def _profiled(workload: Workload, request: _Request, report: ProgressReporter, limit_bytes: int | None) -> Profile:
     """Returns the profile by plain steps, or by steps that take no more than a limit."""
     set_aside_bytes = gradient_bytes(workload)
+    take_workspaces(workload.device)
     with preserved(workload), ModelCaches(workload.model).off():
         randomness, state_of_modules = RandomState(), TensorsOfState(workload)
         report("warm up")

@@ -131,6 +131,29 @@ def _is_compiled(module: nn.Module) -> bool:
     )
 
 
+def check_no_cuda_graphs(module: nn.Module, device: torch.device, who: str) -> None:
+    """Refuse a model whose compiled code runs as CUDA graphs on this device.
+
+    A graph's results lie in memory that its next run writes to, so nothing of it can be kept while it runs again.
+
+    Raises:
+        ValueError: with what to compile it with; ``who`` begins the message.
+    """
+    if device.type == "cuda" and any(map(_has_cuda_graphs, module.modules())):
+        raise ValueError(
+            f"{who}: the model is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'), whose results "
+            "are overwritten when a stage runs again; compile it with mode='default' or 'max-autotune-no-cudagraphs'"
+        )
+
+
+def _has_cuda_graphs(module: nn.Module) -> bool:
+    for forward in (module._compiled_call_impl, module.forward, getattr(module.forward, "plain", None)):
+        config_of = getattr(forward, "get_compiler_config", None)
+        if config_of is not None and (config_of() or {}).get("triton.cudagraphs"):
+            return True
+    return False
+
+
 def uncompiled(forward: Forward) -> Forward:
     """The forward without what is compiled of it or in it; patches of ours stay."""
     patch = getattr(forward, "patch", None)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import planner
 from planner.plans.lowering import Rerun, UnsupportedPlan, lower_schedule
+from planner.runtime.plan_checks import check_not_captured
+from profiler.workload.compiled_forwards import check_no_cuda_graphs
 from profiler.workload.workload import Workload
 from solvers import Action, Schedule
 from tests.support.odd_models import workload
@@ -44,6 +46,29 @@ def test_a_model_with_other_names_is_refused() -> None:
     other = nn.Sequential(Residual(), Residual())
     with pytest.raises(planner.errors.PlanMismatch, match=r"no module 'blocks.0'.*profile and solve"):
         planner.apply(other, plan)
+
+
+CUDA = torch.device("cuda")  # named, and not there
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda module, **how: module.compile(**how) or module])
+def test_models_that_are_compiled_with_cuda_graphs_are_refused(compiled: Any) -> None:
+    graphed = nn.Sequential(compiled(nn.Linear(2, 2), mode="reduce-overhead"))
+    with pytest.raises(ValueError, match="apply: .*compile it with mode='default'"):
+        check_no_cuda_graphs(graphed, CUDA, "apply")
+    check_no_cuda_graphs(graphed, torch.device("cpu"), "apply")
+    for mode in (None, "default", "max-autotune-no-cudagraphs"):
+        check_no_cuda_graphs(nn.Sequential(compiled(nn.Linear(2, 2), mode=mode)), CUDA, "apply")
+
+
+def test_steps_are_not_captured_as_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_not_captured(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    check_not_captured(CUDA)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check_not_captured(None)
+    with pytest.raises(ValueError, match="captured as a CUDA graph"):
+        check_not_captured(CUDA)
 
 
 @pytest.mark.slow
