@@ -248,5 +248,7 @@ def _allocator_advice(run: TrainingRun) -> str:
     from profiler.measurement.device_memory import has_expandable_segments
 
     expandable = run.reserved_bytes is not None and has_expandable_segments()
-    advice = advice_on_allocator(run.measured_peak_bytes, run.reserved_bytes, expandable=expandable)
+    advice = advice_on_allocator(
+        run.measured_peak_bytes, run.reserved_bytes, expandable=expandable, cache_flushes=run.cache_flushes
+    )
     return advice or advice_on_malloc(run.measured_peak_bytes, run.faulted_bytes)

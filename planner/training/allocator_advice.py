@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from planner.units import format_bytes
+from planner.units import counted, format_bytes
 from profiler.measurement.device_memory import is_short
 
 # A choice, not a measurement: below it a headroom of the same size costs less than changing how memory is mapped.
@@ -15,17 +15,28 @@ SEGMENTS = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 KEEPING = ("LD_PRELOAD", "libtcmalloc_minimal.so.4")
 
 
-def advice_on_allocator(peak_bytes: int, reserved_bytes: int | None, *, expandable: bool) -> str:
-    """Advice where CUDA's allocator wastes more than a tenth of the bytes that it holds; empty where it does not.
+def advice_on_allocator(
+    peak_bytes: int, reserved_bytes: int | None, *, expandable: bool, cache_flushes: int = 0
+) -> str:
+    """Advice where CUDA's allocator ran short, or wastes more than a tenth of the bytes that it holds; else empty.
 
     Args:
         peak_bytes: the most bytes alive in the step.
         reserved_bytes: bytes that the allocator held for it; None on the CPU.
         expandable: whether segments are expandable already.
+        cache_flushes: how often the device had no memory left until cached blocks were given back.
 
     >>> advice_on_allocator(95, 100, expandable=False)
     ''
     """
+    if reserved_bytes is not None and cache_flushes:
+        held = f"{format_bytes(reserved_bytes)} for {format_bytes(peak_bytes)} of tensors"
+        remedy = "" if expandable else f"set {'='.join(SEGMENTS)} in the environment before Python starts, or "
+        return (
+            f"the device had no memory left {counted(cache_flushes, 'time')} while the steps were measured, and the "
+            f"allocator, which held {held}, gave back what it cached; steps wait for that, and the next ones may run "
+            f"out of memory: {remedy}solve for a smaller budget"
+        )
     if reserved_bytes is None or expandable or reserved_bytes - peak_bytes <= FRAGMENTED_SHARE * reserved_bytes:
         return ""
     wasted = reserved_bytes - peak_bytes

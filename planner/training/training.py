@@ -35,6 +35,8 @@ class TrainingRun:
         measured_seconds: median seconds of a step, by the same meter as the profile's.
         allocated_bytes, reserved_bytes: most bytes that the allocator handed out for that, and that it held of the
             device; None on the CPU.
+        cache_flushes: how often the device had no memory left while that was measured, until the allocator gave back
+            what it cached; 0 on the CPU.
         faulted_bytes: bytes that a step gets anew from the system, since the allocator gave them back; None on CUDA.
         failures: each time that memory ran out and a smaller plan was tried.
     """
@@ -48,6 +50,7 @@ class TrainingRun:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     faulted_bytes: int | None = None
+    cache_flushes: int = 0
     failures: tuple[FailureReport, ...] = ()
 
 
@@ -159,6 +162,7 @@ def _train(
         allocated_bytes=training.measured.allocated_bytes,
         reserved_bytes=training.measured.reserved_bytes,
         faulted_bytes=training.measured.faulted_bytes,
+        cache_flushes=training.measured.cache_flushes,
         failures=tuple(failures),
     )
 

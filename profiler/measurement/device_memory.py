@@ -39,7 +39,9 @@ _WITH_FREED = 5  # A process grew by 4.2 times the tensors of its steps (a plann
 
 def release_cache(device: torch.device) -> None:
     """Give what the allocator holds and no tensor uses back to the device; nothing on the CPU."""
-    if device.type == "cuda":
+    if (simulated := active_device()) is not None:
+        simulated.release_cache()
+    elif device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -133,13 +135,26 @@ def held_for(device: torch.device, peak_bytes: int) -> HeldBytes | None:
         device: of the step.
         peak_bytes: the most bytes that the step's tensors asked for in the same time.
     """
-    if device.type != "cuda":
+    if (simulated := active_device()) is not None:
+        if not simulated.allocators:
+            return None
+        asked_bytes, allocator = simulated.peak_bytes, simulated.allocators[0]
+        allocated_bytes, reserved_bytes = allocator.peak_allocated_bytes, allocator.reserved_bytes
+    elif device.type == "cuda":
+        asked_bytes = requested_bytes(device).peak
+        allocated_bytes, reserved_bytes = (
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.max_memory_reserved(device),
+        )
+    else:
         return None
-    asked_bytes = requested_bytes(device).peak
-    return HeldBytes(
-        allocated=peak_bytes + torch.cuda.max_memory_allocated(device) - asked_bytes,
-        reserved=peak_bytes + torch.cuda.max_memory_reserved(device) - asked_bytes,
-    )
+    beside_bytes = peak_bytes - asked_bytes
+    return HeldBytes(allocated=allocated_bytes + beside_bytes, reserved=reserved_bytes + beside_bytes)
+
+
+def cache_flushes(device: torch.device) -> int:
+    """Returns how often the device had no memory left until the allocator gave back what it cached; 0 on the CPU."""
+    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0
 
 
 def faulted_bytes(device: torch.device) -> int | None:

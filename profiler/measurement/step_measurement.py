@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from profiler.current_device import active_device
-from profiler.measurement.device_memory import faulted_bytes, held_for, release_cache, requested_bytes
+from profiler.measurement.device_memory import cache_flushes, faulted_bytes, held_for, release_cache, requested_bytes
 from profiler.measurement.meter import Mark, Meter, memory_meter, metered, metered_step, step_memory_meter, time_meter
 from profiler.records import Phase
 from profiler.workload.compiled_forwards import is_compiled, uncompiled
@@ -50,6 +50,8 @@ class Measurement:
             ``peak_bytes`` is rounding. None on the CPU, which has no such allocator.
         reserved_bytes: most bytes that it held of the device at once; what is above ``allocated_bytes`` is
             fragmentation. None on the CPU.
+        cache_flushes: how often the device had no memory left in these steps until the allocator gave back what it
+            cached, which waits for the device; 0 on the CPU.
         faulted_bytes: the bytes that the system had to hand over, cleared, in one step, since the C library's allocator
             had given them back: the fewest of the steps. None on other devices.
         rank_peak_bytes: the peak of each rank where several measured together; ``peak_bytes`` is the highest.
@@ -62,6 +64,7 @@ class Measurement:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     faulted_bytes: int | None = None
+    cache_flushes: int = 0
     rank_peak_bytes: tuple[int, ...] = ()
 
 
@@ -74,19 +77,19 @@ def allocator_bytes_of(workload: Workload, set_aside_bytes: int = 0) -> int:
         workload: whose step it is.
         set_aside_bytes: the same as for ``beside_bytes``.
     """
-    if (simulated := active_device()) is not None:
-        workload.zero_grad()
-        simulated.forget_peak()
-        until_stepped(workload, workload.step)
-        return simulated.peak_block_bytes - simulated.peak_bytes
-    if workload.device.type != "cuda":
+    simulated = active_device()
+    if workload.device.type != "cuda" and simulated is None:
         return 0
     release_cache(workload.device)
-    torch.cuda.reset_peak_memory_stats(workload.device)
+    if simulated is None:
+        torch.cuda.reset_peak_memory_stats(workload.device)
+    else:
+        simulated.forget_peak()
     workload.zero_grad()
     until_stepped(workload, workload.step)
-    held = held_for(workload.device, 0)
-    return (held.allocated if held else 0) + beside_bytes(workload, set_aside_bytes)
+    peak_bytes = 0 if simulated is None else simulated.peak_bytes
+    held = held_for(workload.device, peak_bytes)
+    return (held.allocated - peak_bytes if held else 0) + beside_bytes(workload, set_aside_bytes)
 
 
 def beside_bytes(workload: Workload, set_aside_bytes: int = 0) -> int:
@@ -114,6 +117,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
     with preserved(workload):
         release_cache(device)  # What others left in the allocator is no part of the step.
         randomness, state = RandomState(), TensorsOfState(workload)
+        flushes = cache_flushes(device)
         first_step(workload)
         resident_bytes = resident_bytes_of(workload).total
 
@@ -130,6 +134,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         peak_bytes = until_stepped(workload, lambda: again(memory_meter(device, resident_bytes, state))).peak_bytes
         held = held_for(device, peak_bytes)
         times = [until_stepped(workload, lambda: again(time_meter(device))).seconds for _ in range(repeats)]
+        flushes = cache_flushes(device) - flushes
     return Measurement(
         peak_bytes=peak_bytes,
         allocated_bytes=held.allocated if held else None,
@@ -138,6 +143,7 @@ def measure(workload: Workload, *, repeats: int = 3) -> Measurement:
         step_seconds=tuple(times),
         loss=losses[0],
         faulted_bytes=min(faults, default=None),
+        cache_flushes=flushes,
     )
 
 

@@ -35,6 +35,14 @@ def test_more_than_a_tenth_of_what_is_reserved_is_worth_a_word():
     assert advice_on_allocator(10, 100, expandable=True) == "" == advice_on_allocator(10, None, expandable=False)
 
 
+def test_a_device_that_had_no_memory_left_is_worth_a_word_before_it_runs_out():
+    said = advice_on_allocator(90, 95, expandable=False, cache_flushes=2)
+    assert "no memory left 2 times" in said and "held 95 B for 90 B" in said and "expandable_segments:True" in said
+    said = advice_on_allocator(90, 95, expandable=True, cache_flushes=1)
+    assert "no memory left 1 time " in said and "expandable" not in said and "a smaller budget" in said
+    assert advice_on_allocator(10, None, expandable=False, cache_flushes=0) == ""
+
+
 @pytest.mark.usefixtures("on_linux")
 def test_more_than_a_whole_peak_anew_is_worth_a_word():
     assert advice_on_malloc(100, 100) == "" == advice_on_malloc(100, None)
