@@ -174,7 +174,6 @@ class DeviceRecord:
         kind: ``cuda`` or ``cpu``: whose kernels run, and whose allocator counts.
         memory_bytes: of the device.
         context_bytes: the part of them that is gone before any tensor is there.
-        block_bytes: the allocator hands out multiples of this.
         origin: ``data sheet``: the numbers are from public documents; ``calibrated``: measured on the device;
             ``assumed``: neither.
         op_paces: ops, each with pairs (work, time within steps relative to that by the rate of its kind), as measured.
@@ -190,7 +189,6 @@ class DeviceRecord:
     kind: Literal["cuda", "cpu"]
     memory_bytes: Bytes
     context_bytes: Bytes = 0
-    block_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1
     origin: Literal["data sheet", "calibrated", "assumed"]
     op_paces: tuple[tuple[str, Points], ...] = ()
     pace: Factor = 1.0

@@ -25,6 +25,7 @@ from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
     from planner.plans.refusals import Infeasible
+    from planner.training.estimated_run import EstimatedRun
     from profiler.records import Profile
 
 _OF_PROFILE = ".profile.json"
@@ -108,10 +109,15 @@ def estimate_command(
         raise refusal from None
     if plan_file is not None:
         write_document(plan_file, document)
+    with out.working() as progress:
+        progress("run the plan", 1, 1)
+        planned = _planned(target, settings, device, ranks, shard, document)
     if as_json:
-        out.show_json(summary.to_document())
+        reserved = {"reserved_bytes": planned.reserved_bytes, "reserved_expandable_bytes": planned.expandable_bytes}
+        out.show_json({**summary.to_document(), **(reserved if planned.reserved_bytes else {})})
     else:
-        out.show(solution_report(summary), "", estimate_report(found, summary, kept_free_bytes=free_bytes))
+        report = estimate_report(found, summary, planned, kept_free_bytes=free_bytes)
+        out.show(solution_report(summary), "", report)
     out.say_written(profile_file, plan_file)
 
 
@@ -144,6 +150,29 @@ def _estimated(
         progress=progress,
     )
     return replace(found, target=TargetRecord.given(target, settings, "cuda" if known.kind == "cuda" else None))
+
+
+def _planned(
+    target: str,
+    settings: list[str] | None,
+    device: str,
+    ranks: int | None,
+    shard: str | None,
+    document: dict[str, Any],
+) -> EstimatedRun:
+    """Steps under the plan of a document, on the simulated device."""
+    from planner.plans.plan import Plan
+    from planner.targets import build_target, parse_settings
+    from planner.training.estimated_run import run_estimated
+    from profiler.device_record import DeviceRecord
+
+    return run_estimated(
+        lambda: build_target(target, parse_settings(settings or [])),
+        Plan.from_document(document, "the plan"),
+        DeviceRecord.named(device),
+        ranks=ranks,
+        shard=shard,  # type: ignore[arg-type]
+    )
 
 
 def calibrate_command(

@@ -28,6 +28,7 @@ from profiler.records import LeftOutRecord, OpRecord, PiecesRecord, Profile, Sta
 if TYPE_CHECKING:
     import pandas as pd
 
+    from planner.training.estimated_run import EstimatedRun
     from planner.training.solver_comparison import ComparisonRow
     from planner.training.training import TrainingRun
     from planner.training.verification import Correction, Verification
@@ -251,12 +252,19 @@ def profile_report(profile: Profile) -> RenderableType:
     return Group(table, *([facts(notes), ""] if notes else []), below)
 
 
-def estimate_report(profile: Profile, summary: SolutionSummary | None, *, kept_free_bytes: int = 0) -> RenderableType:
+def estimate_report(
+    profile: Profile,
+    summary: SolutionSummary | None,
+    planned: EstimatedRun | None = None,
+    *,
+    kept_free_bytes: int = 0,
+) -> RenderableType:
     """What a step takes on a device that was not there: whether it fits, what makes it, and the range of its time.
 
     Args:
         profile: the estimated one.
         summary: the plan; None where none fits.
+        planned: steps under it.
         kept_free_bytes: of the device's memory, which the budget leaves out as nobody has given one.
     """
     estimate, resident = profile.estimate, profile.resident
@@ -278,9 +286,27 @@ def estimate_report(profile: Profile, summary: SolutionSummary | None, *, kept_f
         margin = f", and {estimate.margin}" if estimate.margin else ""
         rows.append(("budget", f"{budget}: {format_bytes(kept_free_bytes)} are kept free for fragmentation{margin}"))
     if summary is not None:
-        planned = f"peak {format_bytes(summary.predicted_peak_bytes)}; a step takes "
-        rows.append(("planned", planned + _seconds_range(summary.predicted_seconds, estimate)))
+        peak = f"peak {format_bytes(summary.predicted_peak_bytes)}; a step takes "
+        rows.append(("planned", peak + _seconds_range(summary.predicted_seconds, estimate)))
+    rows += [] if planned is None else held_by_allocator(planned, estimate.memory_bytes)
     return facts(rows)
+
+
+def held_by_allocator(planned: EstimatedRun, memory_bytes: int) -> list[tuple[str, str]]:
+    """What CUDA's allocator would hold, and what to do where that is more than the device has."""
+    from planner.training.allocator_advice import SEGMENTS
+
+    default, expandable = planned.reserved_bytes, planned.expandable_bytes
+    if default is None or expandable is None:
+        return []
+    held = f"would hold {format_bytes(default)}; with expandable segments {format_bytes(expandable)}"
+    rows = [("CUDA's allocator", held)]
+    if default > memory_bytes >= expandable:
+        rows.append(("", f"set {'='.join(SEGMENTS)} in the environment: without it, memory may run out"))
+    elif default > memory_bytes:
+        short_bytes = min(default, expandable) - memory_bytes
+        rows.append(("", f"memory may run out: plan for a budget that is {format_bytes(short_bytes)} smaller"))
+    return rows
 
 
 def _seconds_range(seconds: float, estimate: EstimateRecord) -> str:

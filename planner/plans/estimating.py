@@ -69,6 +69,19 @@ def estimate(
         ProfileError: the step fails on fake tensors; the message names the op, and what to do.
         ValueError: there is no such device, or the workload cannot be copied.
     """
+    with simulated_workload(workload, device, ranks=ranks, shard=shard) as fake:
+        return profile(fake, stages=stages, menus=menus, numerics=numerics, progress=progress)
+
+
+@contextmanager
+def simulated_workload(
+    workload: Workload | Callable[[], Workload],
+    device: str | Path | DeviceRecord,
+    *,
+    ranks: int | None = None,
+    shard: Engine | None = None,
+) -> Iterator[Workload]:
+    """Inside, a device is simulated, and the workload lies on it; arguments and errors as for ``estimate``."""
     if ranks is None and shard is not None:
         raise ValueError("estimate: shard is for several ranks; add ranks=8, or leave shard out for one device")
     if shard is not None:
@@ -81,7 +94,7 @@ def estimate(
         if ranks is not None:
             _check_wrapped(fake, ranks)
             simulate_collectives(fake.model)
-        return profile(fake, stages=stages, menus=menus, numerics=numerics, progress=progress)
+        yield fake
 
 
 def _check_wrapped(workload: Workload, ranks: int) -> None:

@@ -18,8 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from profiler.caller_warnings import warn_caller
+from profiler.recomputation.saved_tensors import tensor_over
+from profiler.simulation.simulated_device import SimulatedDevice
 from profiler.workload.compiled_forwards import leave_uncompiled
 from solvers.problem.chain import Link
 
@@ -28,7 +32,8 @@ leave_uncompiled(__name__)
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The storage under a tensor as one row of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    return tensor_over(storage, ((storage.nbytes(),), (1,), 0, torch.uint8, False, False))
 
 
 def empty_bytes(size_bytes: int, device: torch.device) -> Tensor:
@@ -330,11 +335,28 @@ class SimulatedCopyEngine:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.memory = HostPool(host_bytes)
-        self.bytes = np.empty(self.memory.size_bytes, dtype=np.uint8)
         self.stall_seconds = 0.0
         self._link = link
         self._now, self._sleep = now, sleep
         self._to_host_free = self._to_device_free = 0.0
+        self._make_memory()
+
+    def _make_memory(self) -> None:
+        self.bytes = np.empty(self.memory.size_bytes, dtype=np.uint8)
+
+    def write(self, blocks: HostBlocks, source: Tensor) -> None:
+        """Fill host memory with a row of bytes."""
+        values = source.numpy()
+        for host, device in parts_of(blocks, source.numel()):
+            self.bytes[host] = values[device]
+
+    def read(self, blocks: HostBlocks, size_bytes: int) -> Tensor:
+        """Returns so many bytes of host memory as new memory of the device."""
+        target = empty_bytes(size_bytes, torch.device("cpu"))
+        values = target.numpy()
+        for host, device in parts_of(blocks, size_bytes):
+            values[device] = self.bytes[host]
+        return target
 
     def send(self, source: Tensor) -> SimulatedCopy | None:
         """Begin to copy one row of bytes to host memory; None where that is full."""
@@ -343,9 +365,7 @@ class SimulatedCopyEngine:
             return None
         self._to_host_free = max(self._to_host_free, self._now()) + self._link.to_host_seconds(source.numel())
         copy = SimulatedCopy(self, blocks, source.numel(), self._to_host_free)
-        values = source.numpy()
-        for host, device in parts_of(blocks, source.numel()):
-            self.bytes[host] = values[device]
+        self.write(blocks, source)
         return copy
 
     def begin_fetch(self, size_bytes: int, sent_seconds: float) -> float:
@@ -360,6 +380,36 @@ class SimulatedCopyEngine:
         if seconds > 0:
             self.stall_seconds += seconds
             self._sleep(seconds)
+
+
+class EstimatedCopyEngine(SimulatedCopyEngine):
+    """Copies on a device that is not there, whose clock advances where the computation waits.
+
+    Rows of fake bytes have no values, and take no host memory; those of whole numbers are real, and are copied.
+    """
+
+    def __init__(self, device: SimulatedDevice, link: Link, host_bytes: int) -> None:
+        self._device = device
+        super().__init__(link, host_bytes, now=lambda: device.seconds, sleep=device.wait)
+
+    def _make_memory(self) -> None:
+        self._rows: dict[HostBlocks, Tensor] = {}
+
+    def write(self, blocks: HostBlocks, source: Tensor) -> None:
+        """Note a row of bytes."""
+        if isinstance(source, FakeTensor):
+            self._rows[blocks] = source.new_empty(0)
+        else:
+            with _disable_current_modes():
+                self._rows[blocks] = source.clone()
+
+    def read(self, blocks: HostBlocks, size_bytes: int) -> Tensor:
+        """Returns a row of bytes as new memory of the device."""
+        row = self._rows.pop(blocks)
+        if isinstance(row, FakeTensor):
+            return row.new_empty(size_bytes)
+        self._device.hold(row)
+        return row
 
 
 class SimulatedCopy:
@@ -377,10 +427,7 @@ class SimulatedCopy:
 
     def fetch(self) -> SimulatedFetch:
         """Begin the copy back, into new memory of the device."""
-        engine, target = self._engine, empty_bytes(self._size_bytes, torch.device("cpu"))
-        values = target.numpy()
-        for host, device in parts_of(self._blocks, self._size_bytes):
-            values[device] = engine.bytes[host]
+        engine, target = self._engine, self._engine.read(self._blocks, self._size_bytes)
         return SimulatedFetch(self, engine, target, engine.begin_fetch(self._size_bytes, self._done))
 
     def give_back(self) -> None:

@@ -5,17 +5,20 @@ A stage's saved tensors are matched with the storages that its profile numbers; 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.plans.lowering import LoweredSchedule, Transfer, TransferMoment
 from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine, HostCopy, HostFetch, bytes_of
 from planner.runtime.plan_checks import PlanWarnings
+from profiler.current_device import active_device
 from profiler.op_graph import StageOps
 from profiler.recomputation.dropped_call import DroppedCall
 from profiler.recomputation.outer_hooks import SavedParameters
@@ -87,6 +90,11 @@ class OffloadableTensor(SavedTensor):
             self._geometry = None
 
 
+def _beside_ops() -> contextlib.AbstractContextManager[Any]:
+    """Inside, copies are no ops of the step; on a simulated device they count as such, or their memory would not."""
+    return torch._C._DisableTorchDispatch() if active_device() is None else contextlib.nullcontext()
+
+
 class OffloadedStorage:
     """One storage with the tensors that view it: copied once, however many they are."""
 
@@ -105,7 +113,7 @@ class OffloadedStorage:
         view = next((view for view in self._alive() if not view.offloaded), None)
         if view is None or self._copy is not None:
             return True
-        with torch._C._DisableTorchDispatch():
+        with _beside_ops():
             self._copy = engine.send(bytes_of(view.value))
         return self._copy is not None
 
@@ -120,13 +128,13 @@ class OffloadedStorage:
     def prefetch(self) -> None:
         """Begin to bring it back."""
         if self._fetch is None and self._copy is not None and any(view.offloaded for view in self._alive()):
-            with torch._C._DisableTorchDispatch():
+            with _beside_ops():
                 self._fetch = self._copy.fetch()
 
     def finish_fetch(self) -> None:
         """It is about to be used: a copy back that has begun has to arrive, and nothing stays in host memory."""
         if self._fetch is not None:
-            with torch._C._DisableTorchDispatch():
+            with _beside_ops():
                 storage = self._fetch.wait().untyped_storage()
                 for view in self._alive():
                     view.restore(storage)
@@ -208,7 +216,7 @@ class _StorageMatcher:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its bytes are those of its storage, and no parameter's."""
-    return type(tensor) is Tensor and tensor.layout is torch.strided
+    return type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided
 
 
 def _storage_bytes(tensor: Tensor) -> int:

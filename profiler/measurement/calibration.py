@@ -66,7 +66,6 @@ def calibrate(device: str | None = None, *, progress: Progress | None = None) ->
         kind="cuda" if cuda else "cpu",
         memory_bytes=torch.cuda.get_device_properties(found).total_memory if cuda else psutil.virtual_memory().total,
         context_bytes=_context_bytes(found) if cuda else 0,
-        block_bytes=512 if cuda else 1,
         origin="calibrated",
         least_seconds=_LEAST,
         most_seconds=_MOST,

@@ -11,13 +11,15 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from profiler.current_device import active_device
 from profiler.workload.compiled_forwards import leave_uncompiled
 from profiler.workload.tensor_parts import storage_key
 from profiler.workload.torch_state import current_flags
@@ -191,8 +193,12 @@ def geometry_of(tensor: Tensor) -> Geometry:
 def tensor_over(storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:
     """The tensor that lies so in a storage."""
     size, stride, offset, dtype, conjugate, negative = geometry
-    whole = torch.empty(0, dtype=dtype, device=storage.device)
-    return _read_as(whole.set_(storage, offset, size, stride), conjugate, negative)
+    simulated = active_device() is not None
+    with torch._C._DisableTorchDispatch() if simulated else nullcontext():
+        tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    if simulated and storage.device.type == "meta":  # A fake tensor's; a simulated device has real ones as well.
+        tensor = FakeTensor(detect_fake_mode(), tensor, torch.device("cpu"))
+    return _read_as(tensor, conjugate, negative)
 
 
 def _read_as(tensor: Tensor, conjugate: bool, negative: bool) -> Tensor:

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
 import torch
@@ -28,12 +28,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from profiler.current_device import activated
 from profiler.device_record import DeviceRecord
 from profiler.recomputation.op_schema import traits_of
+from profiler.simulation.cuda_allocator import Block, CudaAllocator
 from profiler.workload.tensor_parts import COLLECTIVES, any_distributed
 from profiler.workload.tensor_trees import map_tensors
 
 # Larger tensors of whole numbers are fake as well.
 MOST_REAL_BYTES = 64 * 2**20
 _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
+
+
+class _Sum(NamedTuple):
+    """A sum of gradients that may have been made in the place of one of them; what was alive then, with it.
+
+    Attributes:
+        replaced, made: the storage of the gradient, and that of the sum.
+        live_bytes: with both.
+        allocated_bytes: by each allocator, without a block for the sum.
+    """
+
+    replaced: int
+    made: int
+    live_bytes: int
+    allocated_bytes: tuple[int, ...]
 
 
 class OpCosts(Protocol):
@@ -64,7 +80,7 @@ class SimulatedDevice(TorchDispatchMode):
         record, costs: what is known of the device, and what its ops take.
         live_bytes: the bytes of all storages that are alive now.
         peak_bytes: the most since ``forget_peak``.
-        live_block_bytes, peak_block_bytes: the same of the blocks that the device's allocator hands out for them.
+        allocators: where CUDA's would put them, by default and with expandable segments; none on a CPU.
         seconds: the time that all ops so far would have taken.
         guessed_at: the file and line that last asked for a value that nobody knows; empty before.
     """
@@ -72,35 +88,47 @@ class SimulatedDevice(TorchDispatchMode):
     def __init__(self, costs: OpCosts) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self.live_block_bytes = self.peak_block_bytes = 0
+        self.allocators = _new_allocators(costs.device)
         self.seconds = 0.0
         self.guessed_at = ""
         self._network_free = self._last_awaited = 0.0
         self.record, self.costs = costs.device, costs
         self._size_bytes: dict[int, int] = {}  # by storage
+        self._blocks: dict[int, tuple[Block | None, ...]] = {}  # by storage, of each allocator
         self._writes: Counter[int] = Counter()
         self._copies: dict[int, tuple[int, int]] = {}  # the storage that one is a copy of, and its writes by then
         self._stated = WeakTensorKeyDictionary()  # numbers that code states, and the writes to their storage by then
-        self._sum: tuple[int, int, int] | None = None  # the storage that it may be in, live bytes, and those of blocks
+        self._sum: _Sum | None = None
 
     def forget_peak(self) -> None:
         """The peak is what is alive now."""
-        self.peak_bytes, self.peak_block_bytes = self.live_bytes, self.live_block_bytes
+        self.peak_bytes = self.live_bytes
+        for allocator in self.allocators:
+            allocator.forget_peak()
 
-    def _block_bytes(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.record.block_bytes) * self.record.block_bytes
+    def release_cache(self) -> None:
+        """Has the allocators hold what is alive, one tensor behind the other, and nothing else."""
+        self.allocators = _new_allocators(self.record)
+        self._blocks = {key: self._allocated(size_bytes) for key, size_bytes in self._size_bytes.items()}
+
+    def _allocated(self, size_bytes: int) -> tuple[Block | None, ...]:
+        return tuple(allocator.allocate(size_bytes) for allocator in self.allocators)
+
+    def _free(self, blocks: tuple[Block | None, ...]) -> None:
+        for allocator, block in zip(self.allocators, blocks, strict=False):
+            allocator.free(block)
 
     def _note_peak(self, transient_bytes: int = 0) -> None:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + transient_bytes)
-        blocks_bytes = self.live_block_bytes + self._block_bytes(transient_bytes)
-        self.peak_block_bytes = max(self.peak_block_bytes, blocks_bytes)
+        if transient_bytes:
+            self._free(self._allocated(transient_bytes))
 
     def hold(self, tensor: Tensor, *, on_host: bool = False) -> None:
         """Counts the storage of a tensor until it is gone; one in host memory counts as nothing."""
         self._count(tensor, on_host=on_host)
         self._note_peak()
 
-    def _count(self, tensor: Tensor, *, on_host: bool) -> None:
+    def _count(self, tensor: Tensor, *, on_host: bool, has_block: bool = True) -> None:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -109,7 +137,8 @@ class SimulatedDevice(TorchDispatchMode):
             return
         self._size_bytes[key] = size_bytes = 0 if on_host else storage.nbytes()
         self.live_bytes += size_bytes
-        self.live_block_bytes += self._block_bytes(size_bytes)
+        if has_block:
+            self._blocks[key] = self._allocated(size_bytes)
         # Torch keeps the Python object of a storage for as long as anything refers to the storage itself.
         weakref.finalize(storage, self._let_go, key)
 
@@ -120,15 +149,24 @@ class SimulatedDevice(TorchDispatchMode):
             before, after = self._size_bytes[key], storage.nbytes()
             self._size_bytes[key] = after
             self.live_bytes += after - before
-            self.live_block_bytes += self._block_bytes(after) - self._block_bytes(before)
+            self._free(self._blocks.pop(key, ()))
+            self._blocks[key] = self._allocated(after)
             self._note_peak()
 
     def _let_go(self, key: int) -> None:
         size_bytes = self._size_bytes.pop(key)
         self.live_bytes -= size_bytes
-        self.live_block_bytes -= self._block_bytes(size_bytes)
+        blocks = self._blocks.pop(key, ())
+        if self._sum is not None and key == self._sum.replaced and self._sum.made in self._size_bytes:
+            self._blocks[self._sum.made] = blocks  # The sum was made in its place.
+        else:
+            self._free(blocks)
         self._writes.pop(key, None)
         self._copies.pop(key, None)
+
+    def wait(self, seconds: float) -> None:
+        """Advances the clock while nothing is computed."""
+        self.seconds += seconds
 
     def communicate(self, whole_bytes: int, ranks: int, *, awaited: bool) -> None:
         """Advances the clock by what a collective takes, as far as computation does not hide it.
@@ -166,11 +204,12 @@ class SimulatedDevice(TorchDispatchMode):
         # The random state of this kernel is two numbers in host memory.
         seeded = func is _aten._scaled_dot_product_efficient_attention.default
         for tensor in made:
-            self._count(tensor, on_host=seeded and tensor.dim() == 0)
+            self._count(tensor, on_host=seeded and tensor.dim() == 0, has_block=in_place is None)
         if in_place is None:
             self._note_peak(transient_bytes)
         else:
-            self._sum = in_place, self.live_bytes, self.live_block_bytes
+            allocated_bytes = tuple(allocator.allocated_bytes for allocator in self.allocators)
+            self._sum = _Sum(in_place, _key(made[0]), self.live_bytes, allocated_bytes)
         if func.namespace == COLLECTIVES:
             self._exchange(func, args, made)
         else:
@@ -179,9 +218,14 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _settle_sum(self) -> None:
         """Notes the peak of the last sum of gradients, unless nothing else held what it would have been made in."""
-        if self._sum is not None and self._sum[0] in self._size_bytes:
-            self.peak_bytes = max(self.peak_bytes, self._sum[1])
-            self.peak_block_bytes = max(self.peak_block_bytes, self._sum[2])
+        if (pending := self._sum) is not None and pending.replaced in self._size_bytes:
+            self.peak_bytes = max(self.peak_bytes, pending.live_bytes)
+            if pending.made in self._size_bytes:
+                blocks = self._blocks[pending.made] = self._allocated(self._size_bytes[pending.made])
+                for allocator, block, before_bytes in zip(
+                    self.allocators, blocks, pending.allocated_bytes, strict=True
+                ):
+                    allocator.note_peak(before_bytes + (block.size_bytes if block else 0))
         self._sum = None
 
     def _exchange(self, func: Any, args: tuple[Any, ...], made: list[Tensor]) -> None:
@@ -276,6 +320,10 @@ class SimulatedDevice(TorchDispatchMode):
             if of == source:
                 return self._writes[source] == writes
         return True
+
+
+def _new_allocators(device: DeviceRecord) -> tuple[CudaAllocator, ...]:
+    return (CudaAllocator(), CudaAllocator(expandable=True)) if device.kind == "cuda" else ()
 
 
 def _storage_summed_in(func: Any, args: tuple[Any, ...]) -> int | None:

@@ -110,7 +110,6 @@ def test_a_device_is_saved_and_loaded_as_it_is(tmp_path: Path) -> None:
         OpRate(kind="memory", per_second=3.0, reached=0.25),
         kind="cuda",
         context_bytes=300,
-        block_bytes=512,
         op_paces=(("mm", ((10.0, 1.5),)),),
         pace=1.25,
         least_seconds=0.5,
@@ -136,7 +135,6 @@ def test_a_device_is_saved_and_loaded_as_it_is(tmp_path: Path) -> None:
         ({"rates": [{"kind": "matmul", "reached": 2.0}]}, "this is no device file"),
         ({"rates": [{"dtype": "float32"}]}, "this is no device file: .*kind"),
         ({"memory_bytes": -1}, "this is no device file"),
-        ({"block_bytes": 0}, "this is no device file"),
         ({"memory_bytes": None}, "this is no device file"),
     ],
 )
@@ -176,7 +174,7 @@ def test_the_packaged_cards() -> None:
 @pytest.mark.parametrize("card", sorted(CARDS))
 def test_each_number_of_a_card_has_its_source(card: str) -> None:
     known = DeviceRecord.named(card)
-    assert known.kind == "cuda" and known.origin == "data sheet" and known.block_bytes == 512
+    assert known.kind == "cuda" and known.origin == "data sheet"
     assert 0 < known.context_bytes < known.memory_bytes / 10
     nominal = re.search(r"(\d+) ?GB", known.name)
     if nominal:
@@ -186,7 +184,7 @@ def test_each_number_of_a_card_has_its_source(card: str) -> None:
         assert rate.source and 0 < rate.reached < 1 and rate.per_second > 1e11 and 1e-6 < rate.launch_seconds < 1e-4
     assert {"matmul", "memory", "convolution", "attention"} <= {rate.kind for rate in known.rates}
     assert any(line.startswith("data sheet: https://") for line in known.sources)
-    for field in ("memory_bytes", "context_bytes", "block_bytes", "launch_seconds", "reached", "least_seconds"):
+    for field in ("memory_bytes", "context_bytes", "launch_seconds", "reached", "least_seconds"):
         assert any(field in line.partition(": ")[0] for line in known.sources), field
     assert known.link is not None and any(line.startswith("link: ") for line in known.sources)
     assert known.network is not None and known.network.source

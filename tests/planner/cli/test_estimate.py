@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import planner
+from planner.cli.tables import held_by_allocator
+from planner.training.estimated_run import EstimatedRun
 from planner.units import format_seconds
 from profiler.device_record import DeviceRecord, LinkRecord, OpRate, device_names
 from profiler.measurement import calibration
@@ -20,7 +22,6 @@ CARD = DeviceRecord(
     kind="cuda",
     memory_bytes=2 * GIB,
     context_bytes=GIB,
-    block_bytes=512,
     origin="data sheet",
     least_seconds=0.5,
     most_seconds=3.0,
@@ -46,6 +47,8 @@ def test_the_document_is_that_of_solve_and_says_that_it_is_estimated(written: Pa
     document = json.loads((written / "printed.json").read_text())
     assert document["estimated"] is True and document["estimate"]["device"] == CARD.name
     assert document.keys() >= SOLVE_KEYS
+    # What the allocator would hold is known of a plan that ran.
+    assert document.pop("reserved_bytes") >= document.pop("reserved_expandable_bytes")
     again = json.loads(done("solve", written / "mlp.profile.json", "--budget", "60%", "--json").stdout)
     assert again.keys() == document.keys() and again["estimated"] is True
     measured = json.loads(done("solve", files / "profile.json", "--budget", "85%", "--json").stdout)
@@ -74,9 +77,21 @@ def test_the_table_says_whether_it_fits_what_makes_the_peak_and_how_long_a_step_
     assert profile.unplanned_peak_bytes < GIB and ": fits, " in printed and "free" in printed
     for words in ("model states parameters", "optimizer", "without a plan peak", "are activations", "planned peak"):
         assert words in printed
+    assert "CUDA's allocator would hold" in printed
     least, most = (format_seconds(times * profile.unplanned_seconds) for times in (0.5, 3.0))
     assert f"a step takes {least} to {most}" in printed
     assert "the time may be 0.5 to 3 times as long" in printed
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "said"),
+    [(100, ""), (80, "set PYTORCH_ALLOC_CONF=expandable_segments:True"), (60, "a budget that is 10 B smaller")],
+)
+def test_an_allocator_that_would_hold_more_than_the_device_has_is_told(memory_bytes: int, said: str) -> None:
+    rows = held_by_allocator(EstimatedRun(peak_bytes=50, reserved_bytes=90, expandable_bytes=70), memory_bytes)
+    assert rows[0] == ("CUDA's allocator", "would hold 90 B; with expandable segments 70 B")
+    assert (said in rows[1][1]) if said else len(rows) == 1
+    assert held_by_allocator(EstimatedRun(peak_bytes=50), memory_bytes) == []
 
 
 @pytest.mark.slow

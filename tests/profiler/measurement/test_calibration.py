@@ -79,7 +79,7 @@ def test_each_kind_has_a_rate_of_increasing_work(calibrated: DeviceRecord) -> No
 
 
 def test_the_device_is_described(calibrated: DeviceRecord, told: list[tuple[str, int, int]]) -> None:
-    assert calibrated.origin == "calibrated" and calibrated.kind == "cpu" and calibrated.block_bytes == 1
+    assert calibrated.origin == "calibrated" and calibrated.kind == "cpu"
     assert calibrated.name and calibrated.memory_bytes > 2**28 and calibrated.context_bytes == 0
     assert calibrated.least_seconds < 1 < calibrated.most_seconds and calibrated.pace > 0
     paces = dict(calibrated.op_paces)

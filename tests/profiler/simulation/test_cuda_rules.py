@@ -22,7 +22,7 @@ from profiler.simulation.op_costs import DeviceCosts
 from profiler.simulation.simulated_device import SimulatedDevice, simulating
 from profiler.workload.optimizers import COUNTS_ON_HOST
 
-CARD = DeviceRecord(name="a card", kind="cuda", memory_bytes=2**34, block_bytes=512, origin="data sheet", rates=())
+CARD = DeviceRecord(name="a card", kind="cuda", memory_bytes=2**34, origin="data sheet", rates=())
 KEPT = torch.bfloat16
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 MATH = "_scaled_dot_product_attention_math"

@@ -24,19 +24,19 @@ from profiler.workload.workload import Workload
 FLOAT_BYTES = 4
 N = 100
 TENSOR_BYTES = N * FLOAT_BYTES
+BLOCK_BYTES = 512
 NETWORK = NetworkRecord(bytes_per_second=100.0, ranks_per_machine=8)
 
 
 class Costs:
     """Each op takes a second, and the bytes that a test says."""
 
-    def __init__(self, transient: dict[str, int] | None = None, block_bytes: int = 1) -> None:
+    def __init__(self, transient: dict[str, int] | None = None) -> None:
         self.transient = transient or {}
         self.device = DeviceRecord(
             name="paper",
             kind="cuda",
             memory_bytes=2**30,
-            block_bytes=block_bytes,
             origin="data sheet",
             rates=(),
             network=NETWORK,
@@ -105,10 +105,13 @@ def test_gradients_are_added_in_place_unless_the_first_is_held(device: Simulated
     if held:  # The gradient that comes first is that of what was made last.
         second.grad_fn.register_hook(lambda made, _: kept.append(made))  # type: ignore[union-attr]
     device.forget_peak()
-    before_bytes = device.live_bytes
+    before_bytes, before_blocks = device.live_bytes, [each.allocated_bytes for each in device.allocators]
     torch.autograd.backward([first, second], [gradient, gradient])
     first.detach()  # What was held is known when the next op begins.
-    assert device.peak_bytes - before_bytes == (3 if held else 2) * TENSOR_BYTES
+    tensors = 3 if held else 2
+    assert device.peak_bytes - before_bytes == tensors * TENSOR_BYTES
+    for allocator, before in zip(device.allocators, before_blocks, strict=True):
+        assert allocator.peak_allocated_bytes - before == tensors * BLOCK_BYTES
 
 
 def test_the_gradient_of_a_gather_is_made_in_place(device: SimulatedDevice) -> None:
@@ -149,15 +152,16 @@ def test_sums_in_python_are_tensors_of_their_own(device: SimulatedDevice) -> Non
 
 
 def test_a_kernel_may_hold_bytes_only_while_it_runs() -> None:
-    with simulating(Costs({"aten::mm": 1000}, block_bytes=512)) as device:
+    with simulating(Costs({"aten::mm": 1000})) as device:
         left = torch.empty(10, 10)
         result = left @ left
         assert device.live_bytes == left.nbytes + result.nbytes == 800
         assert device.peak_bytes == 1800
-        assert device.live_block_bytes == 2 * 512
-        assert device.peak_block_bytes == 2 * 512 + 1024
+        for allocator in device.allocators:
+            assert allocator.allocated_bytes == 2 * BLOCK_BYTES
+            assert allocator.peak_allocated_bytes == 4 * BLOCK_BYTES
         del result
-        assert device.live_block_bytes == 512
+        assert {allocator.allocated_bytes for allocator in device.allocators} == {BLOCK_BYTES}
 
 
 def test_a_storage_that_is_resized_counts_anew(device: SimulatedDevice) -> None:

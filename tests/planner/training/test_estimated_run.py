@@ -1,0 +1,56 @@
+"""Plans of a device that is not there, run on it: the peak is the predicted one, and what its allocator would hold."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+import planner
+from planner import zoo
+from planner.training.estimated_run import run_estimated
+from profiler.device_record import DeviceRecord, LinkRecord, OpRate
+
+CARD = DeviceRecord(
+    name="a card of paper",
+    kind="cuda",
+    memory_bytes=2**30,
+    origin="data sheet",
+    rates=(OpRate(kind="matmul", per_second=1e12), OpRate(kind="memory", per_second=1e11, launch_seconds=1e-5)),
+    link=LinkRecord(to_host_bytes_per_second=1e9, to_device_bytes_per_second=1e9),
+)
+build = functools.partial(zoo.build, "gpt2", layers=2, hidden=64, heads=2, vocab=128, batch=4, seq=64)
+
+
+@pytest.fixture(scope="module")
+def profile() -> planner.Profile:
+    return planner.estimate(build, device=CARD)
+
+
+@pytest.mark.parametrize("offload", ["never", "only"])
+def test_the_peak_is_that_of_the_plan(profile: planner.Profile, offload: Any) -> None:
+    plan = planner.solve(profile, "85%", offload=offload)
+    assert plan.host_bytes > 0 if offload == "only" else plan.recomputed_ops > 0
+    run = run_estimated(build, plan, CARD)
+    assert run.peak_bytes == plan.predicted_peak_bytes
+    assert run.reserved_bytes is not None and run.expandable_bytes is not None
+    assert run.peak_bytes < run.expandable_bytes <= run.reserved_bytes
+
+
+def test_copies_take_the_time_of_the_link(profile: planner.Profile) -> None:
+    slow = planner.solve(profile, "85%", offload="only")
+    with planner.plans.estimating.simulated_workload(build, CARD) as fake:
+        plain = planner.measure(fake, repeats=1)
+        with planner.apply(fake.model, slow):
+            planned = planner.measure(fake, repeats=1)
+    assert planned.seconds > plain.seconds
+
+
+def test_a_cpu_has_no_such_allocator() -> None:
+    cpu = DeviceRecord(name="paper", kind="cpu", memory_bytes=2**30, origin="assumed", rates=CARD.rates)
+    small = functools.partial(zoo.build, "mlp", layers=6, hidden=64, batch=256)
+    found = planner.estimate(small, device=cpu)
+    run = run_estimated(small, planner.solve(found, "85%"), cpu)
+    assert run.reserved_bytes is None and run.expandable_bytes is None
+    assert run.peak_bytes <= 0.85 * found.unplanned_peak_bytes
