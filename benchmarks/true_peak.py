@@ -31,7 +31,10 @@ from solvers.problem.chain import Link
 MODELS = ("gpt2", "bert", "llama")
 SHARES = tuple(tenths / 10 for tenths in range(10, -1, -1))
 SOLVER = "dp"  # the default of torch's five
-SHAPE = {"layers": 24, "hidden": 1024, "batch": 8, "seq": 4096, "vocab": 151936}  # that of a Qwen3 of 0.6 billion
+SHAPES = {
+    "0.6 billion parameters, 32,768 tokens": {"layers": 24, "hidden": 1024, "batch": 8, "seq": 4096, "vocab": 151936},
+    "5 billion parameters, 2,048 tokens": {"layers": 24, "hidden": 4096, "batch": 1, "seq": 2048, "vocab": 32000},
+}
 
 
 def rows_of_shares(models: list[str], settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -86,21 +89,21 @@ def llama(layers: int, hidden: int, batch: int, seq: int, vocab: int) -> planner
     return planner.Workload(model, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer)
 
 
-def rows_of_boundaries(shape: dict[str, int], device: str) -> Iterator[dict[str, Any]]:
+def rows_of_boundaries(name: str, shape: dict[str, int], device: str) -> Iterator[dict[str, Any]]:
     """Each way with the head as the model has it, and with the head and the loss a few rows at a time."""
     profile = planner.estimate(functools.partial(llama, **shape), device=device, numerics="rounding")
     for head, found in (("whole", profile), *(("in pieces", each) for each in profile.in_pieces[-1:])):
-        yield from _ways(head, found, profile.unplanned_seconds)
+        for row in _ways(found, profile.unplanned_seconds):
+            yield {"model": name, "head": head, **row}
 
 
-def _ways(head: str, profile: planner.Profile, plain_seconds: float) -> Iterator[dict[str, Any]]:
+def _ways(profile: planner.Profile, plain_seconds: float) -> Iterator[dict[str, Any]]:
     chain, link = chain_of(profile), _link_of(profile)
     outside_seconds = profile.unplanned_seconds - chain.unplanned_seconds
 
     def row(way: str, peak_bytes: int, seconds: float, host_bytes: int = 0) -> dict[str, Any]:
         over = seconds / plain_seconds
         return {
-            "head": head,
             "way": way,
             "peak_MiB": peak_bytes / MIB,
             "over_plain": over,
@@ -173,9 +176,10 @@ def main() -> None:
         rows = rows_of_shares(options.models, small)
         write_rows(options.out, "true-peak-shares", title, rows, notes_on_shares)
     if "boundaries" in options.part:
-        shape = {"layers": 4, "hidden": 64, "batch": 2, "seq": 128, "vocab": 512} if options.tiny else SHAPE
+        tiny = {"tiny": {"layers": 4, "hidden": 64, "batch": 2, "seq": 128, "vocab": 512}}
         title = "Inputs of recomputed blocks in host memory"
-        rows = rows_of_boundaries(shape, options.device)
+        shapes = (tiny if options.tiny else SHAPES).items()
+        rows = (row for name, shape in shapes for row in rows_of_boundaries(name, shape, options.device))
         write_rows(options.out, "true-peak-boundaries", title, rows, notes_on_boundaries)
 
 

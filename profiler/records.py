@@ -398,7 +398,7 @@ class PiecesRecord:
         rows: that it takes in a step.
         rows_at_once: the most rows of a piece.
         modules: the modules that run in pieces.
-        loss_difference: relative, between a step in pieces and a plain one.
+        loss_difference: relative, between a step in pieces and a plain one; None where nothing was measured.
         gradient_difference: the same of the gradients: the largest of any parameter, each by its norm.
     """
 
@@ -406,8 +406,8 @@ class PiecesRecord:
     rows: Count = 0
     rows_at_once: Annotated[int, msgspec.Meta(ge=1)] = 1
     modules: tuple[ModulePieces, ...] = ()
-    loss_difference: Rate = 0.0
-    gradient_difference: Rate = 0.0
+    loss_difference: Rate | None = None
+    gradient_difference: Rate | None = None
 
     @property
     def count(self) -> int:

@@ -380,10 +380,11 @@ def pieces_in_words(pieces: PiecesRecord) -> list[str]:
         "forward and backward before the next"
     )
     modules = [f"{names}: pieces, recomputed in backward" for names in _modules(pieces)]
-    rounding = (
-        f"in pieces sums have another order: the loss is {pieces.loss_difference:.1e} off, gradients "
-        f"{pieces.gradient_difference:.1e}"
-    )
+    rounding = "in pieces sums have another order: "
+    if pieces.loss_difference is None or pieces.gradient_difference is None:
+        rounding += "how far the loss and gradients are off is not known before it runs"
+    else:
+        rounding += f"the loss is {pieces.loss_difference:.1e} off, gradients {pieces.gradient_difference:.1e}"
     return [*([of_head] if pieces.head else []), *modules, rounding]
 
 

@@ -178,7 +178,7 @@ class Measuring:
             ),
             batch_sized=what_follows_the_batch(self._workload, uncompiled_trace, uncompiled_stages),
             left_out=left_out,
-            heads=() if self._compiled else heads_of(trace, self._device.type),
+            heads=() if self._compiled else heads_of(trace, self._device),
         )
 
     def _kinds(self, stages: Sequence[ChosenStage]) -> list[int]:

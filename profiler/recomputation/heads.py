@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from profiler.current_device import active_device
 from profiler.recomputation.head_output import ROW_FUNCTIONS, GradientSums, HeadCall, HeadOutput, Inside, LossScale, Row
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.tensor_parts import any_distributed
@@ -27,9 +29,10 @@ _ROWS = {"cpu": 128}  # fewer would not fill the cores
 _ROWS_ELSEWHERE = 1024
 
 
-def rows_at_once(device_type: str) -> int:
-    """How many rows of a head make up a piece on this kind of device."""
-    return _ROWS.get(device_type, _ROWS_ELSEWHERE)
+def rows_at_once(device: torch.device) -> int:
+    """How many rows of a head make up a piece on this device, or on the one that is simulated."""
+    simulated = active_device()
+    return _ROWS.get(device.type if simulated is None else simulated.record.kind, _ROWS_ELSEWHERE)
 
 
 class HeadInPieces:
@@ -66,7 +69,7 @@ class HeadInPieces:
         if not torch.is_grad_enabled() or kwargs or len(args) != 1 or not self._head.training:
             return False
         (rows,) = args
-        if type(rows) is not Tensor or not rows.is_floating_point() or rows.dim() < 2:
+        if type(rows) not in (Tensor, FakeTensor) or not rows.is_floating_point() or rows.dim() < 2:
             return False
         if rows.shape[:-1].numel() <= self._rows_at_once or any_distributed(map(type, self._head.parameters())):
             return False

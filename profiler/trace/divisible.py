@@ -28,12 +28,12 @@ from profiler.workload.workload import Workload
 _LARGER = 2  # times its input, below which a piece would save little
 
 
-def heads_of(trace: Trace, device_type: str) -> tuple[HeadRecord, ...]:
+def heads_of(trace: Trace, device: torch.device) -> tuple[HeadRecord, ...]:
     """The last call of a module with parameters, and those that do nothing but pass it on, the innermost first."""
-    return tuple(_records(trace, device_type))
+    return tuple(_records(trace, device))
 
 
-def _records(trace: Trace, device_type: str) -> Iterator[HeadRecord]:
+def _records(trace: Trace, device: torch.device) -> Iterator[HeadRecord]:
     last = _last_layer(trace)
     if last is None:
         return
@@ -45,7 +45,7 @@ def _records(trace: Trace, device_type: str) -> Iterator[HeadRecord]:
         if not rows or call.parent < 0 or not once or call.outputs[0].shape[-1:] != classes:
             continue
         large = call.outputs[0].shape[-1] >= _LARGER * call.inputs[0].shape[-1]
-        if rows > rows_at_once(device_type) and large:
+        if rows > rows_at_once(device) and large:
             number = call.outputs[0].storage
             yield HeadRecord(
                 name=call.name, rows=rows, output_bytes=0 if number is None else trace.storages.bytes_of[number]

@@ -54,3 +54,17 @@ def test_a_cpu_has_no_such_allocator() -> None:
     run = run_estimated(small, planner.solve(found, "85%"), cpu)
     assert run.reserved_bytes is None and run.expandable_bytes is None
     assert run.peak_bytes <= 0.85 * found.unplanned_peak_bytes
+
+
+def test_a_head_runs_in_pieces() -> None:
+    large = functools.partial(zoo.build, "gpt2", layers=1, hidden=32, heads=2, vocab=4000, batch=8, seq=256)
+    found = planner.estimate(large, device=CARD, numerics="rounding")
+    apart = found.in_pieces[0]
+    assert apart.pieces is not None and apart.pieces.count == 2 and apart.pieces.loss_difference is None
+    with pytest.raises(planner.Infeasible) as refused:
+        planner.solve(found, 1)
+    plan = planner.solve(found, apart.unplanned_peak_bytes, numerics="rounding")
+    assert plan.budget_bytes < refused.value.minimum_budget_bytes
+    assert "not known before it runs" in plan.summary()
+    run = run_estimated(large, plan, CARD)
+    assert run.peak_bytes == plan.predicted_peak_bytes
