@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -78,7 +78,19 @@ def parts() -> Iterator[Benchmark]:
 def _part(name: str, module: str, full: str, tiny: str, table: str) -> Benchmark:
     """A part whose table is kept under the part's name."""
     kept = Table(name=f"{name}-cuda" if not name.startswith("tests-") else name, written_as=table, what=name, says=str)
-    return Benchmark(name=name, module=module, full=full, quick=tiny, minutes=9, tables=(kept,))
+    quick = f"{module} {tiny}"
+    rehearsal = "benchmarks.rehearsal"
+    return Benchmark(
+        name=name, module=module, full=full, quick_module=rehearsal, quick=quick, minutes=9, tables=(kept,)
+    )
+
+
+def rehearsed(chosen: Iterable[Benchmark]) -> list[Benchmark]:
+    """One part of those that are alike: of the same benchmark, compiled by Inductor or not."""
+    first: dict[tuple[str, bool], Benchmark] = {}
+    for part in chosen:
+        first.setdefault((part.module, "inductor" in part.name), part)
+    return list(first.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,11 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="these, by their names or how the names begin")
     parser.add_argument("--list", action="store_true", help="the parts and their commands")
     parser.add_argument("--minutes", type=float, help="end after so long; the same command goes on from there")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, to see that the parts work")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="one part of each kind at tiny sizes on the CPU, to see that it works"
+    )
     options = parser.parse_args(arguments)
     chosen = [part for name, part in known.items() if not options.parts or name.startswith(tuple(options.parts))]
     if not chosen:
         parser.error(f"--parts: expected names of --list, got {' '.join(options.parts)}")
+    if options.rehearse and not options.parts:
+        chosen = rehearsed(chosen)
     if options.list:
         for part in chosen:
             print(f"{part.name}: {part.command}")

@@ -20,14 +20,14 @@ _LEAST_OWN_SEGMENT_BYTES, _OWN_SEGMENT_STEP_BYTES = 10 * _MIB, 2 * _MIB
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class MemoryBlock:
     """A part of a segment, and its neighbors there."""
 
     address: int
     size_bytes: int
     pool: _Pool
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
     free: bool = False
 
     @property
@@ -40,22 +40,22 @@ class _Pool:
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
-        self.last: Block | None = None  # of an expandable segment
+        self.last: MemoryBlock | None = None  # of an expandable segment
         self._order: list[tuple[int, int]] = []
-        self._blocks: list[Block] = []
+        self._blocks: list[MemoryBlock] = []
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         block.free = True
         place = bisect.bisect_left(self._order, block.order)
         self._order.insert(place, block.order)
         self._blocks.insert(place, block)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         block.free = False
         place = bisect.bisect_left(self._order, block.order)
         del self._order[place], self._blocks[place]
 
-    def smallest(self, size_bytes: int) -> Block | None:
+    def smallest(self, size_bytes: int) -> MemoryBlock | None:
         """Returns the smallest free block of at least so many bytes; the one that can grow if there is no other."""
         place = bisect.bisect_left(self._order, (size_bytes, -1))
         fitting = self._blocks[place : place + 2]
@@ -79,7 +79,7 @@ class CudaAllocator:
         self._small, self._large = _Pool(small=True), _Pool(small=False)
         self._next_address = 0
 
-    def allocate(self, size_bytes: int) -> Block | None:
+    def allocate(self, size_bytes: int) -> MemoryBlock | None:
         """Returns the block for a tensor; None for one without bytes."""
         if not size_bytes:
             return None
@@ -95,7 +95,7 @@ class CudaAllocator:
         self.note_peak(self.allocated_bytes)
         return block
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: MemoryBlock | None) -> None:
         """Takes a block back, and joins it with the free ones beside it."""
         if block is None:
             return
@@ -114,7 +114,7 @@ class CudaAllocator:
         """The most bytes handed out are those of now."""
         self.peak_allocated_bytes = self.allocated_bytes
 
-    def _segment(self, pool: _Pool, size_bytes: int) -> Block:
+    def _segment(self, pool: _Pool, size_bytes: int) -> MemoryBlock:
         if pool.small:
             taken_bytes = _SMALL_SEGMENT_BYTES
         elif size_bytes < _LEAST_OWN_SEGMENT_BYTES:
@@ -123,12 +123,16 @@ class CudaAllocator:
             taken_bytes = -(-size_bytes // _OWN_SEGMENT_STEP_BYTES) * _OWN_SEGMENT_STEP_BYTES
         self.reserved_bytes += taken_bytes
         self._next_address += taken_bytes
-        return Block(self._next_address - taken_bytes, taken_bytes, pool)
+        return MemoryBlock(self._next_address - taken_bytes, taken_bytes, pool)
 
-    def _grown(self, pool: _Pool, size_bytes: int) -> Block:
+    def _grown(self, pool: _Pool, size_bytes: int) -> MemoryBlock:
         """The end of an expandable segment, which grows by as many pages as are missing."""
         last = pool.last
-        end = Block(0, 0, pool) if last is None else Block(last.address + last.size_bytes, 0, pool, before=last)
+        end = (
+            MemoryBlock(0, 0, pool)
+            if last is None
+            else MemoryBlock(last.address + last.size_bytes, 0, pool, before=last)
+        )
         if last is not None:
             last.after = end
             if last.free:
@@ -141,13 +145,13 @@ class CudaAllocator:
         pool.last = end
         return end
 
-    def _split(self, block: Block, size_bytes: int) -> None:
+    def _split(self, block: MemoryBlock, size_bytes: int) -> None:
         """Leaves what a block has beyond the request free, where that is enough for another one of its pool."""
         left_bytes = block.size_bytes - size_bytes
         worth_it = left_bytes >= _LEAST_BLOCK_BYTES if block.pool.small or self._expandable else left_bytes > _MIB
         if not worth_it:
             return
-        rest = Block(block.address + size_bytes, left_bytes, block.pool, before=block, after=block.after)
+        rest = MemoryBlock(block.address + size_bytes, left_bytes, block.pool, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.size_bytes, block.after = size_bytes, rest
@@ -155,7 +159,7 @@ class CudaAllocator:
             block.pool.last = rest
         block.pool.add(rest)
 
-    def _join(self, block: Block, neighbor: Block) -> None:
+    def _join(self, block: MemoryBlock, neighbor: MemoryBlock) -> None:
         """Makes one block of two that lie side by side."""
         if neighbor is block.before:
             block.address, block.before = neighbor.address, neighbor.before

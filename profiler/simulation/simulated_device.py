@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from profiler.current_device import activated
 from profiler.device_record import DeviceRecord
 from profiler.recomputation.op_schema import traits_of
-from profiler.simulation.cuda_allocator import Block, CudaAllocator
+from profiler.simulation.cuda_allocator import CudaAllocator, MemoryBlock
 from profiler.workload.tensor_parts import COLLECTIVES, any_distributed
 from profiler.workload.tensor_trees import map_tensors
 
@@ -94,7 +94,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._network_free = self._last_awaited = 0.0
         self.record, self.costs = costs.device, costs
         self._size_bytes: dict[int, int] = {}  # by storage
-        self._blocks: dict[int, tuple[Block | None, ...]] = {}  # by storage, of each allocator
+        self._blocks: dict[int, tuple[MemoryBlock | None, ...]] = {}  # by storage, of each allocator
         self._writes: Counter[int] = Counter()
         self._copies: dict[int, tuple[int, int]] = {}  # the storage that one is a copy of, and its writes by then
         self._stated = WeakTensorKeyDictionary()  # numbers that code states, and the writes to their storage by then
@@ -111,10 +111,10 @@ class SimulatedDevice(TorchDispatchMode):
         self.allocators = _new_allocators(self.record)
         self._blocks = {key: self._allocated(size_bytes) for key, size_bytes in self._size_bytes.items()}
 
-    def _allocated(self, size_bytes: int) -> tuple[Block | None, ...]:
+    def _allocated(self, size_bytes: int) -> tuple[MemoryBlock | None, ...]:
         return tuple(allocator.allocate(size_bytes) for allocator in self.allocators)
 
-    def _free(self, blocks: tuple[Block | None, ...]) -> None:
+    def _free(self, blocks: tuple[MemoryBlock | None, ...]) -> None:
         for allocator, block in zip(self.allocators, blocks, strict=False):
             allocator.free(block)
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from profiler.simulation.cuda_allocator import Block, CudaAllocator
+from profiler.simulation.cuda_allocator import CudaAllocator, MemoryBlock
 
 KIB, MIB = 2**10, 2**20
 
@@ -17,7 +17,7 @@ def held(allocator: CudaAllocator) -> tuple[float, float]:
     return allocator.allocated_bytes / MIB, allocator.reserved_bytes / MIB
 
 
-def mib(allocator: CudaAllocator, size: float) -> Block | None:
+def mib(allocator: CudaAllocator, size: float) -> MemoryBlock | None:
     return allocator.allocate(round(size * MIB))
 
 
@@ -95,7 +95,7 @@ def test_what_can_expand_is_used_last() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_lie_apart_and_all_memory_can_be_used_again(expandable: bool, seed: int) -> None:
     draw, allocator = random.Random(seed), CudaAllocator(expandable=expandable)
-    alive: list[tuple[Block, int]] = []
+    alive: list[tuple[MemoryBlock, int]] = []
     for _ in range(400):
         if alive and draw.random() < 0.45:
             allocator.free(alive.pop(draw.randrange(len(alive)))[0])
