@@ -282,4 +282,13 @@ class _BatchSignatures:
 
     def of_batch(self, inputs: Any) -> Signature:
         """The signature of a batch."""
-        return signature_of({"batch": inputs})
+        return signature_of({"batch": _without_data(inputs)})
+
+
+def _without_data(batch: Any, *, in_samples: bool = False) -> Any:
+    """A batch but for texts and whole numbers in its lists: they are of samples, and others come with every batch."""
+    if isinstance(batch, Mapping):
+        return {key: _without_data(item, in_samples=in_samples) for key, item in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [_without_data(item, in_samples=True) for item in batch]
+    return None if in_samples and isinstance(batch, (bool, int, str)) else batch

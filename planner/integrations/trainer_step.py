@@ -6,6 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ class TrainerStep:
     def __init__(self, trainer: Any, batches: Sequence[Any], batch: Any, items: Any) -> None:
         self._trainer = weakref.ref(trainer)
         self.model = trainer.model_wrapped
-        # What its step may change: found here by what goes through a function's referents.
-        self._state = [value for name, value in vars(trainer).items() if name not in _NO_STATE]
+        # What its step may change, its containers too: found here by what goes through a function's referents.
+        self._state = SimpleNamespace(**{n: value for n, value in vars(trainer).items() if n not in _NO_STATE})
         self._batches, self._items = list(batches), items
         self._run = [*[other for other in batches if other is not batch][:1], batch]
         self._ahead = [_like(batch) for _ in range(_batches_ahead(trainer))]
