@@ -165,8 +165,10 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# What transformers and timm call the switch of their own checkpointing.
+# What transformers, diffusers, timm and open_clip call the switch of their own checkpointing, and what turns it off.
 _CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
+_OFF = ("gradient_checkpointing_disable()", "disable_gradient_checkpointing()", "set_grad_checkpointing(False)")
+_WRAPPERS = ("CheckpointWrapper", "OffloadWrapper")  # torch's own, which torchtitan and accelerate put around blocks
 
 
 class ModelCaches:
@@ -216,10 +218,16 @@ def check_no_checkpointing(model: nn.Module, who: str) -> None:
         ValueError: with what to switch off; ``who`` begins the message.
     """
     for name, module in model.named_modules():
-        if any(vars(module).get(switch) is True for switch in _CHECKPOINTING):
-            off = "gradient_checkpointing_disable()" if hasattr(model, "gradient_checkpointing_disable") else ""
-            off = off or "set_grad_checkpointing(False)"
+        kinds = {base.__name__ for base in type(module).__mro__}  # fully_shard makes a class of its own.
+        if wrapper := next((each for each in _WRAPPERS if each in kinds), None):
             raise ValueError(
-                f"{who}: the model's own checkpointing is on{f' in {name!r}' if name else ''}; call model.{off}: the "
-                "plan chooses what is recomputed"
+                f"{who}: torch's {wrapper} is around {repr(name) if name else 'the model'}; make the model without it "
+                "(the activation checkpointing of torchtitan, or of accelerate's FSDP): the plan chooses what is "
+                "recomputed"
+            )
+        if any(vars(module).get(switch) is True for switch in _CHECKPOINTING):
+            off = next((call for call in _OFF if hasattr(model, call.partition("(")[0])), _OFF[-1])
+            raise ValueError(
+                f"{who}: the model's own checkpointing is on{f' in {name!r}' if name else ''}; call model.{off}: the plan chooses what is "
+                "recomputed"
             )
