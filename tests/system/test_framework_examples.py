@@ -17,7 +17,7 @@ from tests.support.nightly import by_day
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("plain_loop", "torchtune_recipe", "accelerate_loop", "lightning_fit", "trainer", "lora", "trl_sft")
-NAMES += ("llama", "unet", "value_in_branch", "three_lengths")
+NAMES += ("llama", "unet", "value_in_branch", "three_lengths", "two_towers", "trl_grpo", "diffusers_unet", "timm_loop")
 
 
 @pytest.fixture
@@ -36,6 +36,8 @@ def as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.usefixtures("as_a_script")
 @pytest.mark.parametrize("name", by_day(NAMES, ["value_in_branch", "three_lengths"]))
 def test_an_example_trains_within_its_budget(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "timm_loop":  # It needs a torchvision of the same build as torch; the index has none for the CPU alone.
+        pytest.importorskip("timm")
     runpy.run_path(str(file_of(name)), run_name="__main__")
     check_printed(capsys.readouterr().out)
 
@@ -63,9 +65,10 @@ def file_of(name: str) -> Path:
 
 
 def check_printed(said: str) -> None:
-    """An example has trained six steps within its budget."""
+    """An example has trained six steps within its budget; as without a plan, where it compares."""
     ((budget, peak),) = re.findall(r"budget (\d+) bytes, measured (\d+) bytes", said)
     assert 0 < int(peak) <= int(budget)
+    assert "other than without a plan" not in said
     losses = said.partition("losses")[2].split()
     assert len(losses) == 6
-    assert all(0 < float(loss) < 10 for loss in losses)
+    assert all(-1 < float(loss) < 10 for loss in losses)  # GRPO's may be below 0.
