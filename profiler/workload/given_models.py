@@ -228,6 +228,6 @@ def check_no_checkpointing(model: nn.Module, who: str) -> None:
         if any(vars(module).get(switch) is True for switch in _CHECKPOINTING):
             off = next((call for call in _OFF if hasattr(model, call.partition("(")[0])), _OFF[-1])
             raise ValueError(
-                f"{who}: the model's own checkpointing is on{f' in {name!r}' if name else ''}; call model.{off}: the plan chooses what is "
-                "recomputed"
+                f"{who}: the model's own checkpointing is on{f' in {name!r}' if name else ''}; call model.{off}: the "
+                "plan chooses what is recomputed"
             )

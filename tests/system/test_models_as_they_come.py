@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 import planner
 from profiler.workload.workload import Workload
@@ -76,6 +78,37 @@ def test_checkpointing_of_the_model_s_own_is_refused(when: str) -> None:
         planner.profile(step_of(model)) if plan is None else planner.apply(model, plan)
     model.gradient_checkpointing_disable()
     planner.profile(step_of(model), menus=False) if plan is None else planner.apply(model, plan)
+
+
+def switched(module: nn.Module, off: str) -> nn.Module:
+    """A model whose switch of its own checkpointing is on, and which is turned off by a method of that name."""
+    setattr(module, off, lambda *_: None)
+    vars(module)["gradient_checkpointing" if "gradient" in off else "grad_checkpointing"] = True
+    return module
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "named"),
+    [
+        (checkpoint_wrapper, "CheckpointWrapper is around '0'"),
+        (offload_wrapper, "OffloadWrapper is around '0'"),
+        (lambda block: switched(block, "set_grad_checkpointing"), r"call model.set_grad_checkpointing\(False\)"),
+    ],
+)
+def test_blocks_that_are_checkpointed_or_offloaded_already_are_refused(
+    wrapped: Callable[[nn.Module], nn.Module], named: str
+) -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    work = planner.Workload(nn.Sequential(wrapped(block), nn.Linear(8, 8)), torch.randn(4, 8), loss=Tensor.mean)
+    with pytest.raises(ValueError, match=named):
+        planner.profile(work, menus=False)
+
+
+def test_what_turns_checkpointing_off_in_diffusers_is_named() -> None:
+    model = switched(nn.Sequential(nn.Linear(8, 8)), "disable_gradient_checkpointing")
+    work = planner.Workload(model, torch.randn(4, 8), loss=Tensor.mean)
+    with pytest.raises(ValueError, match=r"call model.disable_gradient_checkpointing\(\)"):
+        planner.profile(work, menus=False)
 
 
 def test_smaller_batches_are_named_once_and_larger_ones_each() -> None:

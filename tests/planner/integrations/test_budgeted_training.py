@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import planner
 from planner.integrations import budgeted_training
-from planner.integrations.budgeted_training import BudgetedTraining, state_of
+from planner.integrations.budgeted_training import BudgetedTraining, _BatchSignatures, state_of
 from planner.integrations.optional_packages import require
 from planner.plans.profiling import profile
 from planner.training.dynamic_shapes import DynamicHandle
@@ -90,6 +90,15 @@ def test_smaller_batches_keep_the_plan_and_a_larger_one_brings_plans_for_each_sh
 
 
 @pytest.mark.slow
+def test_texts_and_numbers_of_samples_make_no_other_batch():
+    signature = _BatchSignatures().of_batch
+    one, other = ([{"prompt": text, "answer": k, "x": torch.ones(3)}] for k, text in enumerate(("two words", "one")))
+    assert signature(one) == signature(other)
+    assert signature({"x": torch.ones(3), "name": ["a"]}) == signature({"x": torch.ones(3), "name": ["b", "c"]})
+    assert signature({"x": torch.ones(3), "task": "mask"}) != signature({"x": torch.ones(3), "task": "next"})
+    assert not signature([{"x": torch.ones(3)}]).covers(signature([{"x": torch.ones(4)}]))
+
+
 def test_a_budget_that_no_plan_meets_is_refused_and_leaves_the_model_alone():
     loop, training = Loop(), BudgetedTraining(1000, verify=False)
     with pytest.raises(planner.Infeasible) as caught:

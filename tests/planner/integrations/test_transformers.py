@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,30 @@ def test_a_trainer_whose_batches_are_lists_is_planned(tmp_path: Path) -> None:
     settings = {"data": ROWS, "max_steps": 2}
     expected = Run(trainer_of_lists, tmp_path / "plain", **settings)
     assert_same_training(Run(trainer_of_lists, tmp_path / "planned", "80%", **settings), expected)
+
+
+def noting_trainer(folder: str, **settings: Any) -> Any:
+    """A trainer that keeps the lengths of all batches in a container, as TRL's keep their metrics."""
+    made = plain_trainer(folder, **settings)
+    made._metrics = {"train": defaultdict(list)}
+
+    class Noting(type(made)):
+        def training_step(self, model: Any, inputs: Any, items: Any = None) -> Any:
+            self._metrics["train"]["length"].append(inputs["input_ids"].shape[1])
+            return super().training_step(model, inputs, items)
+
+        def log(self, logs: Any, *more: Any) -> None:
+            noted = self._metrics["train"].pop("length", [])
+            super().log({**logs, "noted": len(noted)}, *more)
+
+    made.__class__ = Noting
+    return made
+
+
+@pytest.mark.slow
+def test_what_a_step_notes_in_a_container_of_the_trainer_is_put_back(tmp_path: Path) -> None:
+    run = Run(noting_trainer, tmp_path, "80%", data=ROWS, max_steps=2)
+    assert [entry["noted"] for entry in run.log if "loss" in entry] == [1, 1]
 
 
 class HandleKinds(TrainerCallback):
