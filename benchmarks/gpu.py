@@ -101,9 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="these, by their names or how the names begin")
     parser.add_argument("--list", action="store_true", help="the parts and their commands")
     parser.add_argument("--minutes", type=float, help="end after so long; the same command goes on from there")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="one part of each kind at tiny sizes on the CPU, to see that it works"
-    )
+    parser.add_argument("--rehearse", action="store_true", help="one part of each kind, tiny, on the CPU")
     options = parser.parse_args(arguments)
     chosen = [part for name, part in known.items() if not options.parts or name.startswith(tuple(options.parts))]
     if not chosen:
