@@ -121,6 +121,26 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
+            name="true_peak",
+            module="benchmarks.true_peak",
+            full="",
+            quick="--tiny --models gpt2",
+            minutes=12,
+            tables=(
+                Table(
+                    name="true-peak-shares",
+                    what="peaks of torch's budget of saved bytes, from all of them to none, and plans with these peaks",
+                    says=says.true_peak_shares,
+                ),
+                Table(
+                    name="true-peak-boundaries",
+                    what="inputs of recomputed blocks in host memory, estimated for an H100: two Llamas, head whole "
+                    "and in pieces",
+                    says=says.true_peak_boundaries,
+                ),
+            ),
+        ),
+        Benchmark(
             name="pieces_fuzz",
             module="benchmarks.pieces_fuzz",
             full="",

@@ -67,6 +67,30 @@ def head_rows(frame: Frame) -> str:
     return f"times all rows at once: {'; '.join(parts[:-1])}"
 
 
+def true_peak_shares(frame: Frame) -> str:
+    """How often a smaller share has a higher peak, and whether our plans are within their budgets."""
+    parts = []
+    for model, rows in frame.groupby("model", sort=False):
+        rises = int((rows.peak_bytes.diff() > 0).sum())
+        parts.append(f"{model} {rises} of {len(rows) - 1}")
+    above = int((frame.our_peak_bytes > frame.peak_bytes).sum())
+    exact = int((frame.our_peak_bytes == frame.our_predicted_bytes).sum())
+    return (
+        f"a smaller share has a higher peak in {', '.join(parts)}; our plans: {exact} of {len(frame)} as predicted to "
+        f"the byte, {above} above their budget"
+    )
+
+
+def true_peak_boundaries(frame: Frame) -> str:
+    """By how much inputs in host memory lower the peak."""
+    parts = []
+    for (model, head), rows in frame.groupby(["model", "head"], sort=False):
+        peaks = rows.set_index("way").peak_MiB
+        recomputed, sent = peaks["every block recomputed"], peaks["and its input in host memory"]
+        parts.append(f"{model}, head {head}: {1 - sent / recomputed:.1%} lower")
+    return "; ".join(parts)
+
+
 def pieces_fuzz(frame: Frame) -> str:
     """Generated steps in pieces."""
     plans, apart = int(frame.plans.sum()), frame[frame.parts != "none"]
