@@ -23,6 +23,7 @@ from profiler.workload.torch_state import flags_now
 
 _NORMALISES = "_native_batch_norm_legit_functional"
 _GATHERED = torch.empty(0)  # in the place of a parameter that a unit of fully_shard gathers as it is called
+_BOXED = hasattr(torch.autograd.Function, "boxed_grads_call")
 _Code = Callable[[list[Any]], Sequence[Any]]
 # Who looks at runs of modules that run as programs: each is given the module and what runs, and returns what that does.
 WATCHERS: list[Callable[[nn.Module, Callable[[], Any]], Any]] = []
@@ -383,8 +384,9 @@ class _Call(torch.autograd.Function):
         return _outputs_of(ctx, bound, made[:returned])
 
     @staticmethod
-    def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
         _check_backward(ctx)
+        gradients = _unboxed(given)
         if ctx.batch is not None:
             ctx.batch.backward_begun = True
         bound: BoundProgram = ctx.bound
@@ -425,8 +427,9 @@ class _DroppedCall(torch.autograd.Function):
         return _outputs_of(ctx, bound, made)
 
     @staticmethod
-    def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
         _check_backward(ctx)
+        gradients = _unboxed(given)
         ctx.bound.look_at(gradients)
         program, saved = ctx.saved.taken(again=_get_current_graph_task_keep_graph())
         parameters = ctx.saved_tensors
@@ -434,6 +437,14 @@ class _DroppedCall(torch.autograd.Function):
         for (place, _), parameter in zip(program.parameters, parameters, strict=True):
             saved[place] = parameter
         return None, None, *program.gradients(saved, gradients, ctx.flags)
+
+
+def _unboxed(given: tuple[Any, ...]) -> list[Tensor]:
+    """The gradients that backward is given, in a list whose owner lets go of them as it is emptied.
+
+    Before release 2.13 torch knows no such list: gradients come one by one, and stay until backward ends.
+    """
+    return given[0] if _BOXED else list(given)
 
 
 def _saved_by(ctx: Any, program: CallProgram) -> tuple[Tensor, ...]:

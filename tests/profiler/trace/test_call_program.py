@@ -153,6 +153,13 @@ def test_a_program_computes_what_the_module_does(name: str, order: str) -> None:
         assert same, what
 
 
+@pytest.mark.parametrize("name", ["dropout", "several"])
+def test_gradients_may_come_one_by_one_as_before_torch_2_13(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_program, "_BOXED", False)
+    monkeypatch.setattr(call_program._Call, "boxed_grads_call", False)
+    test_a_program_computes_what_the_module_does(name, "all again")
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_program_is_held_against_the_call_bit_for_bit(name: str) -> None:
     torch.manual_seed(0)
