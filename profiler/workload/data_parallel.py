@@ -32,6 +32,11 @@ def states_in(model: nn.Module) -> list[Any]:
     return _states_of(model.modules()) if _is_used() else []
 
 
+def steps_can_end(model: nn.Module) -> bool:
+    """Whether a step of a model can be left in the middle: torch puts units of ``fully_shard`` back from 2.13 on."""
+    return all(hasattr(state, "_reset_iter_state") for state in states_in(model))
+
+
 def end_of_step(model: nn.Module) -> None:
     """A step was left in the middle: parameters are sharded again, and nothing is in flight."""
     for state in states_in(model):
@@ -50,7 +55,7 @@ def given_back_bytes(module: nn.Module) -> int:
     Only of a unit of one module that shards over all ranks again can be said that it gathers once more in backward.
     """
     state = _state_of(module) if _is_used() else None
-    if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
+    if state is None or state._modules != (module,) or not all(map(_gives_back, _groups_of(state))):
         return 0
     gathers = [tensor for group in _groups([state]) for param in group.fsdp_params for tensor in _gathers(param)]
     return sum(tensor.numel() * tensor.element_size() for tensor in gathers)
@@ -81,7 +86,7 @@ def keep_gathered(module: nn.Module) -> Callable[[], None]:
         ValueError: it is no unit that gives them back.
     """
     state = _state_of(module) if _is_used() else None
-    if state is None or state._modules != (module,) or not all(map(_gives_back, state._fsdp_param_groups)):
+    if state is None or state._modules != (module,) or not all(map(_gives_back, _groups_of(state))):
         raise ValueError("expected a module under fully_shard that reshards after forward")
     return _keep_gathered(state)
 
@@ -407,7 +412,14 @@ def _used_by(modules: Collection[nn.Module], states: Iterable[Any]) -> list[Any]
 
 
 def _groups(states: Iterable[Any]) -> list[Any]:
-    return [group for state in states for group in state._fsdp_param_groups]
+    return [group for state in states for group in _groups_of(state)]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of parameters of a state; before torch 2.12 it has one or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _gives_back(group: Any) -> bool:

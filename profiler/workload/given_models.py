@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from profiler.caller_warnings import warn_caller
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
+from profiler.workload.data_parallel import steps_can_end
 
 leave_uncompiled(__name__)
 
@@ -33,8 +34,17 @@ def check_initialised(model: nn.Module, who: str) -> None:
 
 
 def check_ready(model: nn.Module, who: str) -> None:
-    """Refuse a model whose parameters have no shapes yet, or no data; ``who`` begins the message. Raises ValueError."""
+    """Refuse a model that cannot run, or be left in the middle of a step; ``who`` begins the message.
+
+    Raises:
+        ValueError: parameters have no shapes yet, or no data; units of ``fully_shard`` need a newer torch.
+    """
     check_initialised(model, who)
+    if not steps_can_end(model):
+        raise ValueError(
+            f"{who}: the model is under fully_shard, whose steps this torch cannot leave in the middle as profiling "
+            f"does; expected torch 2.13 or newer, got {torch.__version__}; update torch, or use DistributedDataParallel"
+        )
     meta = [name for name, tensor in _tensors(model) if tensor.is_meta]
     if meta:
         raise ValueError(
