@@ -116,7 +116,7 @@ def on_card(device: DeviceRecord) -> Iterator[None]:
     with simulating(costs), as_on_cuda() if cuda else nullcontext():
         try:
             yield
-        except (ValueError, RuntimeError, NotImplementedError) as error:
+        except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
             if why := _why_not(error):
                 raise ProfileError(f"estimate: {why}") from error
             raise

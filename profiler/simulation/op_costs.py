@@ -178,10 +178,12 @@ def _of_bytes(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
 
 
 def _flops(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    if "_for_cpu" in name_of(op):  # Of these torch has no count.
+    if "_scaled_dot_product" in name_of(op):  # Torch counts none of the CPU's; before 2.12 none whose heads share keys.
         backward = name_of(op).endswith("backward")
-        query, key = args[1:3] if backward else args[:2]
-        return (10 if backward else 4) * query.numel() * key.shape[-2]
+        query, key, value = args[1:4] if backward else args[:3]
+        by_query, by_value = (6, 4) if backward else (2, 2)
+        scores = query.numel() // query.shape[-1] * key.shape[-2]
+        return scores * (by_query * query.shape[-1] + by_value * value.shape[-1])
     count = flop_registry.get(op.overloadpacket)
     if count is None:
         return 2 * sum(tensor.numel() for tensor in tensors_in((args, kwargs)))

@@ -104,6 +104,15 @@ def test_work_by_hand() -> None:
     heads = made(2, 3, 10, 16)
     attended = 2 * 2 * 2 * 3 * 10 * 10 * 16
     assert work(aten._scaled_dot_product_flash_attention_for_cpu.default, heads, heads, heads) == attended
+    shared, narrow = made(2, 1, 7, 16), made(2, 1, 7, 4)  # heads that share keys; values of another width
+    attended = 2 * 2 * 3 * 10 * 7 * (16 + 4)
+    assert (
+        work_of("attention", aten._scaled_dot_product_flash_attention.default, (heads, shared, narrow), {}, None)
+        == attended
+    )
+    backward = aten._scaled_dot_product_flash_attention_backward.default
+    given = made(2, 3, 10, 4), heads, shared, narrow
+    assert work_of("attention_backward", backward, given, {}, None) == 2 * 2 * 3 * 10 * 7 * (3 * 16 + 2 * 4)
     assert work(aten.add.Tensor, made(10), made(10)) == 3 * 40, "two are read, one is written"
     assert work(aten.add.Tensor, made(10, dtype=torch.bfloat16), 1) == 2 * 20
     assert work(aten.clone.default, made(1, 8).expand(1000, 8)) == 32 + 32_000, "what is repeated is read once"
