@@ -30,8 +30,8 @@ ON_A_GPU = (
     "as a device was at hand: a quarter of an hour in all. Those that were ended before their last row say so. Many "
     "ran at the same time, so bytes count here and seconds do not, but for those of fidelity, which ran alone. What is "
     "not here has not been run on a GPU: BERT-Large, the Llama of 7B's shape, the peers, seconds of copies. "
-    "The 5 plans of the catalogue that are above their budgets are so by 1 MiB each, once in a process: a workspace "
-    "that a library takes as a planned step first needs it, and keeps."
+    "The 5 plans of the catalogue that are above their budgets without having said so are so by 1 MiB each, once in a "
+    "process: a workspace that a library takes as a planned step first needs it, and keeps."
 )
 
 
