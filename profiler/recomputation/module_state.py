@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ from profiler.workload.tensor_trees import cached_by_identity, slots_of, tensors
 
 leave_uncompiled(__name__)
 
+# Python counts the writes to each dict before 3.13; from then on attributes of objects are set without one.
+_VERSIONS_TELL = sys.version_info < (3, 13)
 # Nothing counts the changes of an array, so each call copies it.
 MOST_ARRAY_BYTES = 2**20
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -423,13 +426,13 @@ class ModuleState:
         return changes if holds else None
 
     def _dicts_hold(self) -> bool:
-        """Whether containers hold what they held; dicts to which nothing was written are not looked into."""
+        """Whether containers hold what they held; dicts known to have had no writes are not looked into."""
         own = vars(self._module)  # in which a patched forward comes and goes
         if self._versioned is None:
             dicts = (holder for holder, _ in self._contents if type(holder) is dict and holder is not own)
             self._versioned = [*dicts, *self._empty]
-        versions = [*map(dict_version, self._versioned)]
-        if versions == self._versions:
+        versions = [*map(dict_version, self._versioned)] if _VERSIONS_TELL else None
+        if versions is not None and versions == self._versions:
             contents = ((h, before) for h, before in self._contents if type(h) is not dict or h is own)
             return all(_are_same(_copied(holder), before) for holder, before in contents)
         if any(self._empty) or not all(_are_same(_copied(holder), before) for holder, before in self._differing()):

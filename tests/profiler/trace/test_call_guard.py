@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_outputs import BaseModelOutput
 
 import planner
+from profiler.recomputation import module_state
 from profiler.trace.captures import CallGuard, differing_attributes
 from profiler.workload.workload import Workload
 
@@ -87,6 +88,13 @@ def test_what_was_written_and_is_as_it_was_passes() -> None:
         assert "modules hold something else" in guard.refusal((torch.randn(2, 4),), {})
         block.dropout.p = rate
         assert guard.refusal((torch.randn(2, 4),), {}) == ""
+
+
+def test_a_change_is_found_where_python_does_not_count_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from 3.13 on."""
+    monkeypatch.setattr(module_state, "_VERSIONS_TELL", False)
+    monkeypatch.setattr(module_state, "dict_version", lambda _: 0)
+    test_what_was_written_and_is_as_it_was_passes()
 
 
 def test_settings_of_torch_by_which_ops_are_chosen_are_refused() -> None:
