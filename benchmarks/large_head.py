@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,9 +138,9 @@ def llama_rows(words: int, width: int, rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def row_counts(rounds: int) -> Iterator[dict[str, Any]]:
+def row_counts(shapes: Sequence[tuple[int, int]], rounds: int) -> Iterator[dict[str, Any]]:
     """A head and its loss, forward and backward: with so many rows at once beside all of them at once."""
-    for words, width in SHAPES:
+    for words, width in shapes:
         torch.manual_seed(0)
         head = nn.Linear(width, words, bias=False)
         rows, wanted = torch.randn(_TOKENS, width, requires_grad=True), torch.randint(words, (_TOKENS,))
@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    shapes = SHAPES if options.words == SHAPES[0][0] else ((options.words, options.width),)
     notes = [
         "medians of steps in turns; over recomputing: of ratios to the step at the smallest budget without pieces",
         "by hand: torch ops alone, the layers kept or under the model's own gradient checkpointing; where its peak is "
@@ -199,7 +200,7 @@ def main() -> None:
             options.out,
             result_name("head-rows", options.device),
             f"Rows of a head that run at once, of {_TOKENS:,}",
-            row_counts(options.rounds),
+            row_counts(shapes, options.rounds),
             lambda _: ["medians of ratios, in turns"],
         )
 
