@@ -121,17 +121,26 @@ PREDICTED = Topic(
             ),
         ),
         Benchmark(
-            name="true_peak",
+            name="true-peak-shares",
             module="benchmarks.true_peak",
-            full="",
-            quick="--tiny --models gpt2",
-            minutes=12,
+            full="--part shares",
+            quick="--part shares --tiny --models gpt2",
+            minutes=10,
             tables=(
                 Table(
                     name="true-peak-shares",
                     what="peaks of torch's budget of saved bytes, from all of them to none, and plans with these peaks",
                     says=says.true_peak_shares,
                 ),
+            ),
+        ),
+        Benchmark(
+            name="true-peak-boundaries",
+            module="benchmarks.true_peak",
+            full="--part boundaries",
+            quick="--part boundaries --tiny",
+            minutes=4,
+            tables=(
                 Table(
                     name="true-peak-boundaries",
                     what="inputs of recomputed blocks in host memory, estimated for an H100: two Llamas, head whole "
