@@ -18,6 +18,7 @@ from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.running import run_all
 from benchmarks.fidelity import MODELS
 from benchmarks.loops import MODELS as LOOP_MODELS
+from benchmarks.rehearsal import rehearse
 
 ROOT = Path(__file__).parent.parent
 PART_SECONDS = 540.0
@@ -78,14 +79,10 @@ def parts() -> Iterator[Benchmark]:
 def _part(name: str, module: str, full: str, tiny: str, table: str) -> Benchmark:
     """A part whose table is kept under the part's name."""
     kept = Table(name=f"{name}-cuda" if not name.startswith("tests-") else name, written_as=table, what=name, says=str)
-    quick = f"{module} {tiny}"
-    rehearsal = "benchmarks.rehearsal"
-    return Benchmark(
-        name=name, module=module, full=full, quick_module=rehearsal, quick=quick, minutes=9, tables=(kept,)
-    )
+    return Benchmark(name=name, module=module, full=full, quick=tiny, minutes=9, tables=(kept,))
 
 
-def rehearsed(chosen: Iterable[Benchmark]) -> list[Benchmark]:
+def one_of_each(chosen: Iterable[Benchmark]) -> list[Benchmark]:
     """One part of those that are alike: of the same benchmark, compiled by Inductor or not."""
     first: dict[tuple[str, bool], Benchmark] = {}
     for part in chosen:
@@ -106,22 +103,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [part for name, part in known.items() if not options.parts or name.startswith(tuple(options.parts))]
     if not chosen:
         parser.error(f"--parts: expected names of --list, got {' '.join(options.parts)}")
-    if options.rehearse and not options.parts:
-        chosen = rehearsed(chosen)
     if options.list:
         for part in chosen:
             print(f"{part.name}: {part.command}")
         return 0
-    if not options.rehearse and not torch.cuda.is_available():
+    if options.rehearse:
+        failed = rehearse(chosen if options.parts else one_of_each(chosen), options.out.resolve())
+        print(f"failed: {', '.join(failed)}" if failed else "all parts work")
+        return 1 if failed else 0
+    if not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA device here; nothing was run (--rehearse tries the parts on the CPU)")
         return 0
-    form = "quick" if options.rehearse else "full"
     all_seconds = None if options.minutes is None else 60 * options.minutes
     out = options.out.resolve()
     try:
         failed = run_all(
             chosen,
-            form,
+            "full",
             work=out / "work",
             results=out,
             limit_seconds=PART_SECONDS,

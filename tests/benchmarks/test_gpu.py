@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
-from benchmarks import gpu, gpu_llama, gpu_offload, gpu_tests, peer_methods
+from benchmarks import gpu, gpu_llama, gpu_offload, gpu_tests, peer_methods, rehearsal
 from benchmarks.evidence import running
+from planner import zoo
+from tests.support.nightly import by_day
 
 PARTS = {part.name: part for part in gpu.parts()}
 
@@ -34,6 +37,31 @@ def test_a_part_takes_its_arguments(name, form, monkeypatch):
     monkeypatch.setattr(sys, "argv", [arguments[1], *arguments[2:], "--out", "build"])
     with pytest.raises(Read):
         importlib.import_module(arguments[1]).main()
+
+
+EACH = [part.name for part in gpu.one_of_each(PARTS.values())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", by_day(EACH, ["host-cost", "offload-overlap-gpt2", "fidelity-gpt2", "nested"]))
+def test_a_part_of_each_kind_is_rehearsed_on_the_cpu(name, tmp_path, capsys):
+    assert gpu.main(["--rehearse", "--parts", name, "--out", str(tmp_path)]) == 0
+    assert "all parts work" in capsys.readouterr().out
+    assert list((tmp_path / name).glob("*.csv"))
+
+
+def test_a_part_that_fails_or_writes_nothing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(rehearsal.importlib, "import_module", lambda name: SimpleNamespace(main=lambda: None))
+    said = []
+    assert rehearsal.rehearse([PARTS["nested"]], tmp_path, said.append) == ["nested"]
+    assert "it wrote no table" in said[0]
+
+
+def test_rehearsed_models_are_tiny():
+    with rehearsal.tiny_models():
+        small = zoo.build("gpt2", layers=12, hidden=768)
+    assert sum(p.numel() for p in small.model.parameters()) < 40_000
+    assert len(zoo.build("gpt2", layers=3).model.transformer.h) == 3
 
 
 def test_no_two_parts_write_the_same_table():
