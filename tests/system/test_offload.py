@@ -134,6 +134,33 @@ def tiny() -> Workload:
     return Workload(model=model, inputs=torch.randn(16, 8, requires_grad=True), loss=lambda y: y.square().mean())
 
 
+class Gated(torch.nn.Module):
+    """Saves two views of a tensor that itself nobody saves, the second one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.out = torch.nn.Linear(32, 64, bias=False), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.both(x)
+        return x + self.out((both[:, :32].t() * both[:, 32:].t()).t())
+
+
+def test_views_whose_base_nobody_saves_travel_with_all_of_it(engines: list[SimulatedCopyEngine]) -> None:
+    def fresh() -> Workload:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[Gated() for _ in range(3)])
+        return Workload(model=model, inputs=torch.randn(64, 32), loss=lambda y: y.square().mean())
+
+    plan = planned(planner.profile(fresh(), stages=["0", "1", "2"]), kept)
+    expected, work = gradients(fresh()), fresh()
+    with planner.apply(work.model, plan):
+        assert_same(gradients(work), expected)
+        assert planner.measure(work, repeats=1).peak_bytes == plan.predicted_peak_bytes
+    views_bytes = 64 * 64 * 4  # of one block; those of two are away at once
+    assert engines[0].memory.peak_bytes == plan.host_bytes >= 2 * views_bytes
+
+
 @pytest.mark.parametrize("make", by_day(["kept", "recomputed"], ["recomputed"]))
 def test_nothing_is_left_after_a_thousand_steps(make: str, engines: list[SimulatedCopyEngine]) -> None:
     work = tiny()
