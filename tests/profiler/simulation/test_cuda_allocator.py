@@ -80,15 +80,15 @@ def test_free_segments_of_other_sizes_are_of_no_use_unless_they_can_expand() -> 
 
 def test_what_can_expand_is_used_last() -> None:
     allocator = CudaAllocator(expandable=True)
-    first = mib(allocator, 8)
-    mib(allocator, 2)  # 10 MiB are left of the page.
+    first = mib(allocator, 9)
+    mib(allocator, 4)  # 7 MiB are left of the page.
     allocator.free(first)
-    taken = mib(allocator, 7)
+    taken = mib(allocator, 6)
     assert taken is not None and taken.address == 0
-    mib(allocator, 12)
-    assert held(allocator) == (21, 40)
-    mib(allocator, 18)
-    assert held(allocator) == (39, 40)
+    mib(allocator, 12)  # 5 MiB are missing: another page
+    assert held(allocator) == (22, 40)
+    mib(allocator, 15)
+    assert held(allocator) == (37, 40)
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -112,6 +112,7 @@ def test_gradients_are_added_in_place_unless_the_first_is_held(device: Simulated
     assert device.peak_bytes - before_bytes == tensors * TENSOR_BYTES
     for allocator, before in zip(device.allocators, before_blocks, strict=True):
         assert allocator.peak_allocated_bytes - before == tensors * BLOCK_BYTES
+        assert allocator.allocated_bytes == device.live_bytes // TENSOR_BYTES * BLOCK_BYTES
 
 
 def test_the_gradient_of_a_gather_is_made_in_place(device: SimulatedDevice) -> None:
