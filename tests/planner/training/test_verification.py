@@ -10,7 +10,7 @@ import pytest
 
 import planner
 from planner import zoo
-from planner.plans.cost_model import chain_of
+from planner.plans.plan import chain_in
 from planner.training import verification
 from planner.training.verification import corrected
 from profiler.measurement.meter import Mark, Place
@@ -175,8 +175,8 @@ class Machine:
 
 @pytest.mark.slow
 def test_an_option_that_only_seemed_cheap_is_found_out_and_the_fastest_plan_is_handed_back(profile, monkeypatch):
-    true = chain_of(profile)
     plan = plan_at(profile, 0.6)
+    true = chain_in(plan)  # With the programs that were found for this budget.
     again = {k for k, stage in enumerate(plan.stages) if stage.extra_ops}
     true = dearer(true, lambda k, option: 0.1 if k in again and option == _option_of(plan, k) else 0.0)
     machine = Machine(true, monkeypatch)
@@ -197,10 +197,10 @@ def _option_of(plan: planner.Plan, k: int) -> int:
 
 @pytest.mark.slow
 def test_the_first_plan_is_kept_where_the_others_turn_out_slower(profile, monkeypatch):
-    machine = Machine(dearer(chain_of(profile), lambda k, option: 0.1), monkeypatch)
+    plan = plan_at(profile, 0.6)
+    machine = Machine(dearer(chain_in(plan), lambda k, option: 0.1), monkeypatch)
     machine.seconds_in_turns = lambda work, plans: {name: float(name) for name in plans}  # type: ignore[method-assign]
     monkeypatch.setattr(verification, "seconds_in_turns", machine.seconds_in_turns)
-    plan = plan_at(profile, 0.6)
     verified = planner.verify(workload(), plan)
     assert verified.plan.schedule == plan.schedule
     assert verified.plan.predicted_seconds > plan.predicted_seconds
