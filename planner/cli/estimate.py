@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,8 +113,9 @@ def estimate_command(
         progress("run the plan", 1, 1)
         planned = _planned(target, settings, device, ranks, shard, document)
     if as_json:
-        reserved = {"reserved_bytes": planned.reserved_bytes, "reserved_expandable_bytes": planned.expandable_bytes}
-        out.show_json({**summary.to_document(), **(reserved if planned.reserved_bytes else {})})
+        allocators = {"allocator": planned.default, "allocator_expandable": planned.expandable}
+        known = {name: asdict(run) for name, run in allocators.items() if run is not None}
+        out.show_json({**summary.to_document(), **known})
     else:
         report = estimate_report(found, summary, planned, kept_free_bytes=free_bytes)
         out.show(solution_report(summary), "", report)

@@ -288,24 +288,27 @@ def estimate_report(
     if summary is not None:
         peak = f"peak {format_bytes(summary.predicted_peak_bytes)}; a step takes "
         rows.append(("planned", peak + _seconds_range(summary.predicted_seconds, estimate)))
-    rows += [] if planned is None else held_by_allocator(planned, estimate.memory_bytes)
+    rows += [] if planned is None else held_by_allocator(planned)
     return facts(rows)
 
 
-def held_by_allocator(planned: EstimatedRun, memory_bytes: int) -> list[tuple[str, str]]:
-    """What CUDA's allocator would hold, and what to do where that is more than the device has."""
+def held_by_allocator(planned: EstimatedRun) -> list[tuple[str, str]]:
+    """What CUDA's allocator would hold, and what to do where the device has too little for it."""
     from planner.training.allocator_advice import SEGMENTS
 
-    default, expandable = planned.reserved_bytes, planned.expandable_bytes
+    default, expandable = planned.default, planned.expandable
     if default is None or expandable is None:
         return []
-    held = f"would hold {format_bytes(default)}; with expandable segments {format_bytes(expandable)}"
-    rows = [("CUDA's allocator", held)]
-    if default > memory_bytes >= expandable:
-        rows.append(("", f"set {'='.join(SEGMENTS)} in the environment: without it, memory may run out"))
-    elif default > memory_bytes:
-        short_bytes = min(default, expandable) - memory_bytes
-        rows.append(("", f"memory may run out: plan for a budget that is {format_bytes(short_bytes)} smaller"))
+    held = f"holds {format_bytes(default.reserved_bytes)}; with expandable segments "
+    rows = [("CUDA's allocator", held + format_bytes(expandable.reserved_bytes))]
+    remedy = f"set {'='.join(SEGMENTS)} in the environment"
+    if expandable.short_bytes:
+        short = format_bytes(expandable.short_bytes)
+        rows.append(("", f"memory runs out: plan for a budget that is {short} smaller, and {remedy}"))
+    elif default.short_bytes:
+        rows.append(("", f"memory runs out by {format_bytes(default.short_bytes)} without them: {remedy}"))
+    elif default.flushes > expandable.flushes:
+        rows.append(("", f"cached memory is given back {counted(default.flushes, 'time')}, which takes time: {remedy}"))
     return rows
 
 

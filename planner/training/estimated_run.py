@@ -16,18 +16,32 @@ from profiler.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorRun:
+    """What CUDA's allocator did in these steps.
+
+    Attributes:
+        reserved_bytes: the most that it held of the device.
+        flushes: how often the device had no memory left, and what was free was given back.
+        short_bytes: the most that was missing after that; above 0, steps run out of memory.
+    """
+
+    reserved_bytes: int
+    flushes: int = 0
+    short_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedRun:
     """What steps under a plan take on a device that was simulated.
 
     Attributes:
         peak_bytes: most bytes of tensors alive at once.
-        reserved_bytes: most bytes that CUDA's allocator holds of the device for them; None on a CPU.
-        expandable_bytes: the same with expandable segments.
+        default, expandable: of CUDA's allocator by default and with expandable segments; None on a CPU.
     """
 
     peak_bytes: int
-    reserved_bytes: int | None = None
-    expandable_bytes: int | None = None
+    default: AllocatorRun | None = None
+    expandable: AllocatorRun | None = None
 
 
 def run_estimated(
@@ -47,10 +61,12 @@ def run_estimated(
         ProfileError: the step fails on fake tensors.
     """
     with simulated_workload(workload, device, ranks=ranks, shard=shard) as fake, apply(fake.model, plan):
-        measured = measure(fake, repeats=1)
         simulated = active_device()
         assert simulated is not None
-        if not simulated.allocators:
-            return EstimatedRun(peak_bytes=measured.peak_bytes)
-        default, expandable = (allocator.reserved_bytes for allocator in simulated.allocators)
-    return EstimatedRun(peak_bytes=measured.peak_bytes, reserved_bytes=default, expandable_bytes=expandable)
+        simulated.capacity_bytes = simulated.record.budget_bytes
+        measured = measure(fake, repeats=1)
+        runs = [
+            AllocatorRun(reserved_bytes=each.peak_reserved_bytes, flushes=each.flushes, short_bytes=each.short_bytes)
+            for each in simulated.allocators
+        ]
+    return EstimatedRun(peak_bytes=measured.peak_bytes, **dict(zip(("default", "expandable"), runs, strict=False)))

@@ -139,7 +139,7 @@ def held_for(device: torch.device, peak_bytes: int) -> HeldBytes | None:
         if not simulated.allocators:
             return None
         asked_bytes, allocator = simulated.peak_bytes, simulated.allocators[0]
-        allocated_bytes, reserved_bytes = allocator.peak_allocated_bytes, allocator.reserved_bytes
+        allocated_bytes, reserved_bytes = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
     elif device.type == "cuda":
         asked_bytes = requested_bytes(device).peak
         allocated_bytes, reserved_bytes = (

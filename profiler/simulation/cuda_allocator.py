@@ -4,7 +4,8 @@ After ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` o
 the default settings. A request is rounded up and takes the smallest free block that is large enough. What the block has
 beyond the request is split off if that is worth it, and free neighbors are joined again. Where no block is large
 enough, the allocator takes a new segment from the device, and keeps it. With ``expandable_segments:True`` there is one
-segment for small requests and one for large ones, which grow by pages.
+segment for small requests and one for large ones, which have memory by pages. Where the device has no memory left, the
+allocator first gives back whole segments, or pages, that are free.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class _Pool:
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
+        self.page_bytes = _SMALL_SEGMENT_BYTES if small else _LARGE_SEGMENT_BYTES
+        self.mapped: set[int] = set()  # pages of an expandable segment that have memory
         self.last: MemoryBlock | None = None  # of an expandable segment
         self._order: list[tuple[int, int]] = []
         self._blocks: list[MemoryBlock] = []
@@ -55,6 +58,10 @@ class _Pool:
         place = bisect.bisect_left(self._order, block.order)
         del self._order[place], self._blocks[place]
 
+    def whole_segments(self) -> list[MemoryBlock]:
+        """Returns the free blocks that are all of their segment."""
+        return [block for block in self._blocks if block.before is None and block.after is None]
+
     def smallest(self, size_bytes: int) -> MemoryBlock | None:
         """Returns the smallest free block of at least so many bytes; the one that can grow if there is no other."""
         place = bisect.bisect_left(self._order, (size_bytes, -1))
@@ -62,20 +69,32 @@ class _Pool:
         return next((block for block in fitting if block is not self.last), fitting[0] if fitting else None)
 
 
+def _pages(block: MemoryBlock) -> set[int]:
+    """Returns the numbers of the pages on which a block lies."""
+    page_bytes = block.pool.page_bytes
+    return set(range(block.address // page_bytes, -(-(block.address + block.size_bytes) // page_bytes)))
+
+
 class CudaAllocator:
     """The blocks and segments of a device.
 
     Args:
         expandable: as with ``expandable_segments:True``.
+        capacity_bytes: that the device has for segments; None for a device without limits.
 
     Attributes:
         allocated_bytes, peak_allocated_bytes: of the blocks that are handed out, as ``torch.cuda.memory_allocated``.
-        reserved_bytes: of all segments, as ``torch.cuda.memory_reserved``; they are kept, so it never falls.
+        reserved_bytes, peak_reserved_bytes: of all segments, as ``torch.cuda.memory_reserved``.
+        flushes: how often the device had no memory left, and what was free was given back.
+        short_bytes: the most that was missing after that: above 0, the device runs out of memory.
     """
 
-    def __init__(self, *, expandable: bool = False) -> None:
-        self.allocated_bytes = self.peak_allocated_bytes = self.reserved_bytes = 0
+    def __init__(self, *, expandable: bool = False, capacity_bytes: int | None = None) -> None:
+        self.allocated_bytes = self.peak_allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.flushes = self.short_bytes = 0
         self._expandable = expandable
+        self._capacity_bytes = capacity_bytes
+        self._handed_out: set[MemoryBlock] = set()
         self._small, self._large = _Pool(small=True), _Pool(small=False)
         self._next_address = 0
 
@@ -91,6 +110,9 @@ class CudaAllocator:
         else:
             block = self._grown(pool, rounded_bytes) if self._expandable else self._segment(pool, rounded_bytes)
         self._split(block, rounded_bytes)
+        self._handed_out.add(block)
+        if self._expandable:
+            self._map(block)
         self.allocated_bytes += block.size_bytes
         self.note_peak(self.allocated_bytes)
         return block
@@ -100,6 +122,7 @@ class CudaAllocator:
         if block is None:
             return
         self.allocated_bytes -= block.size_bytes
+        self._handed_out.remove(block)
         for neighbor in (block.before, block.after):
             if neighbor is not None and neighbor.free:
                 block.pool.remove(neighbor)
@@ -121,7 +144,7 @@ class CudaAllocator:
             taken_bytes = _LARGE_SEGMENT_BYTES
         else:
             taken_bytes = -(-size_bytes // _OWN_SEGMENT_STEP_BYTES) * _OWN_SEGMENT_STEP_BYTES
-        self.reserved_bytes += taken_bytes
+        self._reserve(taken_bytes)
         self._next_address += taken_bytes
         return MemoryBlock(self._next_address - taken_bytes, taken_bytes, pool)
 
@@ -138,12 +161,38 @@ class CudaAllocator:
             if last.free:
                 pool.remove(last)
                 self._join(end, last)
-        page_bytes = _SMALL_SEGMENT_BYTES if pool.small else _LARGE_SEGMENT_BYTES
-        missing_bytes = -(-(size_bytes - end.size_bytes) // page_bytes) * page_bytes
+        missing_bytes = -(-(size_bytes - end.size_bytes) // pool.page_bytes) * pool.page_bytes
         end.size_bytes += missing_bytes
-        self.reserved_bytes += missing_bytes
         pool.last = end
         return end
+
+    def _map(self, block: MemoryBlock) -> None:
+        """Gives memory to the pages of an expandable segment on which a block lies."""
+        missing = _pages(block) - block.pool.mapped
+        if missing:
+            self._reserve(len(missing) * block.pool.page_bytes)
+            block.pool.mapped |= missing
+
+    def _reserve(self, size_bytes: int) -> None:
+        capacity_bytes = self._capacity_bytes
+        if capacity_bytes is not None and self.reserved_bytes + size_bytes > capacity_bytes:
+            self.flushes += 1
+            self._give_back()
+            self.short_bytes = max(self.short_bytes, self.reserved_bytes + size_bytes - capacity_bytes)
+        self.reserved_bytes += size_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _give_back(self) -> None:
+        """Gives free segments back to the device, or the free pages of expandable ones."""
+        for pool in (self._small, self._large):
+            if self._expandable:
+                used = set[int]().union(*(_pages(block) for block in self._handed_out if block.pool is pool))
+                self.reserved_bytes -= len(pool.mapped - used) * pool.page_bytes
+                pool.mapped &= used
+            else:
+                for block in pool.whole_segments():
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size_bytes
 
     def _split(self, block: MemoryBlock, size_bytes: int) -> None:
         """Leaves what a block has beyond the request free, where that is enough for another one of its pool."""

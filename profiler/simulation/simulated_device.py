@@ -80,6 +80,7 @@ class SimulatedDevice(TorchDispatchMode):
         record, costs: what is known of the device, and what its ops take.
         live_bytes: the bytes of all storages that are alive now.
         peak_bytes: the most since ``forget_peak``.
+        capacity_bytes: what allocators may hold of the device, from the next ``release_cache`` on; None for all.
         allocators: where CUDA's would put them, by default and with expandable segments; none on a CPU.
         seconds: the time that all ops so far would have taken.
         guessed_at: the file and line that last asked for a value that nobody knows; empty before.
@@ -88,7 +89,8 @@ class SimulatedDevice(TorchDispatchMode):
     def __init__(self, costs: OpCosts) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self.allocators = _new_allocators(costs.device)
+        self.capacity_bytes: int | None = None
+        self.allocators = _new_allocators(costs.device, None)
         self.seconds = 0.0
         self.guessed_at = ""
         self._network_free = self._last_awaited = 0.0
@@ -108,7 +110,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def release_cache(self) -> None:
         """Has the allocators hold what is alive, one tensor behind the other, and nothing else."""
-        self.allocators = _new_allocators(self.record)
+        self.allocators = _new_allocators(self.record, self.capacity_bytes)
         self._blocks = {key: self._allocated(size_bytes) for key, size_bytes in self._size_bytes.items()}
 
     def _allocated(self, size_bytes: int) -> tuple[MemoryBlock | None, ...]:
@@ -322,8 +324,10 @@ class SimulatedDevice(TorchDispatchMode):
         return True
 
 
-def _new_allocators(device: DeviceRecord) -> tuple[CudaAllocator, ...]:
-    return (CudaAllocator(), CudaAllocator(expandable=True)) if device.kind == "cuda" else ()
+def _new_allocators(device: DeviceRecord, capacity_bytes: int | None) -> tuple[CudaAllocator, ...]:
+    if device.kind != "cuda":
+        return ()
+    return tuple(CudaAllocator(expandable=each, capacity_bytes=capacity_bytes) for each in (False, True))
 
 
 def _storage_summed_in(func: Any, args: tuple[Any, ...]) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,8 +35,16 @@ def test_the_peak_is_that_of_the_plan(profile: planner.Profile, offload: Any) ->
     assert plan.host_bytes > 0 if offload == "only" else plan.recomputed_ops > 0
     run = run_estimated(build, plan, CARD)
     assert run.peak_bytes == plan.predicted_peak_bytes
-    assert run.reserved_bytes is not None and run.expandable_bytes is not None
-    assert run.peak_bytes < run.expandable_bytes <= run.reserved_bytes
+    assert run.default is not None and run.expandable is not None
+    assert run.peak_bytes < run.expandable.reserved_bytes <= run.default.reserved_bytes
+    assert run.default.flushes == run.default.short_bytes == run.expandable.short_bytes == 0
+
+
+def test_a_device_with_too_little_memory_is_told_what_is_missing(profile: planner.Profile) -> None:
+    plan = planner.solve(profile, "85%", offload="never")
+    run = run_estimated(build, plan, replace(CARD, memory_bytes=plan.predicted_peak_bytes - 2**19))
+    for allocator in (run.default, run.expandable):
+        assert allocator is not None and allocator.flushes > 0 and allocator.short_bytes >= 2**19
 
 
 def test_copies_take_the_time_of_the_link(profile: planner.Profile) -> None:
@@ -52,7 +61,7 @@ def test_a_cpu_has_no_such_allocator() -> None:
     small = functools.partial(zoo.build, "mlp", layers=6, hidden=64, batch=256)
     found = planner.estimate(small, device=cpu)
     run = run_estimated(small, planner.solve(found, "85%"), cpu)
-    assert run.reserved_bytes is None and run.expandable_bytes is None
+    assert run.default is None and run.expandable is None
     assert run.peak_bytes <= 0.85 * found.unplanned_peak_bytes
 
 

@@ -91,6 +91,28 @@ def test_what_can_expand_is_used_last() -> None:
     assert held(allocator) == (37, 40)
 
 
+def test_a_device_without_memory_left_gets_free_segments_or_pages_back() -> None:
+    def tight(*, expandable: bool) -> CudaAllocator:
+        allocator = CudaAllocator(expandable=expandable, capacity_bytes=100 * MIB)
+        freed, kept = mib(allocator, 30), mib(allocator, 30)
+        allocator.free(freed)
+        half = mib(allocator, 14)
+        assert kept is not None and half is not None and half.address == 0
+        mib(allocator, 50)
+        return allocator
+
+    # 30 MiB for 14, 30 and 50: the first segment is in use, and not enough is left.
+    default = tight(expandable=False)
+    assert (default.flushes, default.short_bytes / MIB) == (1, 10)
+    # Pages of 20 MiB: 14 lies on the first, 30 on the next two, 50 on the rest of the third and three others.
+    expandable = tight(expandable=True)
+    assert (expandable.flushes, expandable.short_bytes / MIB, expandable.reserved_bytes / MIB) == (1, 20, 120)
+    other = CudaAllocator(capacity_bytes=50 * MIB)
+    other.free(mib(other, 30))
+    mib(other, 40)
+    assert (other.flushes, other.short_bytes, held(other), other.peak_reserved_bytes) == (1, 0, (40, 40), 40 * MIB)
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_lie_apart_and_all_memory_can_be_used_again(expandable: bool, seed: int) -> None:
