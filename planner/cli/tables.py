@@ -299,14 +299,14 @@ def held_by_allocator(planned: EstimatedRun) -> list[tuple[str, str]]:
     default, expandable = planned.default, planned.expandable
     if default is None or expandable is None:
         return []
-    held = f"holds {format_bytes(default.reserved_bytes)}; with expandable segments "
+    held = f"may hold {format_bytes(default.reserved_bytes)}; with expandable segments "
     rows = [("CUDA's allocator", held + format_bytes(expandable.reserved_bytes))]
     remedy = f"set {'='.join(SEGMENTS)} in the environment"
     if expandable.short_bytes:
         short = format_bytes(expandable.short_bytes)
-        rows.append(("", f"memory runs out: plan for a budget that is {short} smaller, and {remedy}"))
+        rows.append(("", f"memory may run out, at worst by {short}: {remedy}, and plan for a smaller budget"))
     elif default.short_bytes:
-        rows.append(("", f"memory runs out by {format_bytes(default.short_bytes)} without them: {remedy}"))
+        rows.append(("", f"memory may run out by {format_bytes(default.short_bytes)} without them: {remedy}"))
     elif default.flushes > expandable.flushes:
         rows.append(("", f"cached memory is given back {counted(default.flushes, 'time')}, which takes time: {remedy}"))
     return rows
