@@ -30,12 +30,15 @@ VERSIONS = """## Versions tried
 On 2026-11-29, on two CPU cores: the wheel with its extra `zoo` in an environment of its own, and the three tests of
 `make release-check`, which build the sdist and the wheel from it. The other packages are those of constraints.txt. The
 package index has a CPU build of torch 2.13.0 for Python 3.11 at most; the others are CUDA builds, which ran without a
-GPU, with empty stand-ins for the libraries of CUDA.
+GPU, with empty stand-ins for the libraries of CUDA. With torch 2.14 and 2.15, the newest of the index, the sources ran
+in place of the wheel.
 
 | Python | torch | README's commands, zoo models | tests |
 | --- | --- | --- | --- |
 | 3.11.7 | 2.13.0+cpu | all | the environment of all tests and of most [results](results.md) |
 | 3.11.7 | 2.11.0+cu130 | all | the quick ones of the three packages, release, 120 generated models |
+| 3.11.7 | 2.15.0+cu132 | all | the quick ones of the three packages but integrations, 42 of whole models, release |
+| 3.11.7 | 2.14.1+cu130 | seventeen | programs, plans carried out, estimates, recomputation (521) |
 | 3.12.1 | 2.12.1+cu130 | eight | programs, plans carried out, pieces, offloading, estimates (246), release |
 | 3.12.1 | 2.13.0+cu130 | five | the same 246 |
 | 3.13.0 | 2.11.0+cu130 | five | the same 246 |
@@ -43,8 +46,8 @@ GPU, with empty stand-ins for the libraries of CUDA.
 
 Before torch 2.13, models under `fully_shard` [are refused](distributed.md#fully_shard), and their tests fail; and
 a stage's backward cannot let go of the gradients that it begins with before it ends, which profiles measure. On a GPU,
-Python 3.12.3 with torch 2.11.0+cu130 ran [what was measured there](results.md#on-a-gpu). Other combinations, torch
-2.14 and 2.15 were not tried.
+Python 3.12.3 with torch 2.11.0+cu130 ran [what was measured there](results.md#on-a-gpu). Other combinations were not
+tried.
 """
 
 
