@@ -48,6 +48,10 @@ Before torch 2.13, models under `fully_shard` [are refused](distributed.md#fully
 a stage's backward cannot let go of the gradients that it begins with before it ends, which profiles measure. On a GPU,
 Python 3.12.3 with torch 2.11.0+cu130 ran [what was measured there](results.md#on-a-gpu). Other combinations were not
 tried.
+
+With torch 2.15 a stage is not captured that calls `resize_` on a tensor which began empty and was enlarged by an op
+(`out=torch.empty(0)`): torch refuses to trace it ("Attempted to resize a view tensor to a larger size"). Each of the
+two alone is captured. The test of such a stage, a slow one, fails there; on 2.13 and 2.14 it passes.
 """
 
 
