@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -24,9 +25,8 @@ from planner.units import format_bytes
 from profiler.target_record import TargetRecord
 
 if TYPE_CHECKING:
+    from planner.distributed.sharding import Engine
     from planner.plans.refusals import Infeasible
-    from planner.training.estimated_run import EstimatedRun
-    from profiler.records import Profile
 
 _OF_PROFILE = ".profile.json"
 _KEPT_FREE_PERCENT = 3  # of the device's memory, where no budget is given
@@ -70,7 +70,12 @@ def estimate_command(
     from planner.cli import documents
     from planner.cli.solve import solve_source, unplanned_fields
     from planner.cli.tables import estimate_report, solution_report
+    from planner.plans.estimating import estimate
+    from planner.plans.plan import Plan
     from planner.plans.refusals import Infeasible
+    from planner.targets import build_target, parse_settings
+    from planner.training.estimated_run import run_estimated
+    from profiler.device_record import DeviceRecord
     from profiler.json_files import write_document
 
     out: Output = context.obj
@@ -81,7 +86,12 @@ def estimate_command(
         raise ValueError("--shard: it is for several ranks; add --ranks 8, or leave it out for one device")
     request = offload_of(offload)
     with out.working() as progress:
-        found = _estimated(target, settings, device, ranks, shard, allow_rounding, progress)
+        known = DeviceRecord.named(device)
+        build = partial(build_target, target, parse_settings(settings or []))
+        numerics, engine = numerics_of(allow_rounding), cast("Engine | None", shard)
+        found = estimate(build, device=known, ranks=ranks, shard=engine, numerics=numerics, progress=progress)
+        given = TargetRecord.given(target, settings, "cuda" if known.kind == "cuda" else None)
+        found = replace(found, target=given)
     assert found.estimate is not None
     if profile_file is not None:
         found.save(profile_file)
@@ -98,7 +108,7 @@ def estimate_command(
                 time_limit_seconds=None,
                 headroom="auto" if budget is None else None,
                 offload=request,
-                numerics=numerics_of(allow_rounding),
+                numerics=numerics,
             )
     except Infeasible as refused:
         refusal = refused if budget else _of_device(refused)
@@ -109,13 +119,15 @@ def estimate_command(
         raise refusal from None
     if plan_file is not None:
         write_document(plan_file, document)
-    with out.working() as progress:
-        progress("run the plan", 1, 1)
-        planned = _planned(target, settings, device, ranks, shard, document)
+    planned = None
+    if known.kind == "cuda":  # Of a CPU's allocator nothing would be said.
+        with out.working() as progress:
+            progress("run the plan", 1, 1)
+            plan = Plan.from_document(document, "the plan")
+            planned = run_estimated(build, plan, known, ranks=ranks, shard=engine)
     if as_json:
-        allocators = {"allocator": planned.default, "allocator_expandable": planned.expandable}
-        known = {name: asdict(run) for name, run in allocators.items() if run is not None}
-        out.show_json({**summary.to_document(), **known})
+        runs = {} if planned is None else {"allocator": planned.default, "allocator_expandable": planned.expandable}
+        out.show_json({**summary.to_document(), **{name: asdict(run) for name, run in runs.items() if run is not None}})
     else:
         report = estimate_report(found, summary, planned, kept_free_bytes=free_bytes)
         out.show(solution_report(summary), "", report)
@@ -126,54 +138,6 @@ def _of_device(refusal: Infeasible) -> Infeasible:
     """A refusal where nobody gave a budget: it is the device that has no more."""
     remedy = refusal.remedy.replace("raise the budget", "take a device with more memory", 1)
     return replace(refusal, subject="device", remedy=remedy)
-
-
-def _estimated(
-    target: str,
-    settings: list[str] | None,
-    device: str,
-    ranks: int | None,
-    shard: str | None,
-    allow_rounding: bool,
-    progress: Any,
-) -> Profile:
-    from planner.plans.estimating import estimate
-    from planner.targets import build_target, parse_settings
-    from profiler.device_record import DeviceRecord
-
-    known = DeviceRecord.named(device)
-    found = estimate(
-        lambda: build_target(target, parse_settings(settings or [])),
-        device=known,
-        ranks=ranks,
-        shard=shard,  # type: ignore[arg-type]
-        numerics=numerics_of(allow_rounding),
-        progress=progress,
-    )
-    return replace(found, target=TargetRecord.given(target, settings, "cuda" if known.kind == "cuda" else None))
-
-
-def _planned(
-    target: str,
-    settings: list[str] | None,
-    device: str,
-    ranks: int | None,
-    shard: str | None,
-    document: dict[str, Any],
-) -> EstimatedRun:
-    """Steps under the plan of a document, on the simulated device."""
-    from planner.plans.plan import Plan
-    from planner.targets import build_target, parse_settings
-    from planner.training.estimated_run import run_estimated
-    from profiler.device_record import DeviceRecord
-
-    return run_estimated(
-        lambda: build_target(target, parse_settings(settings or [])),
-        Plan.from_document(document, "the plan"),
-        DeviceRecord.named(device),
-        ranks=ranks,
-        shard=shard,  # type: ignore[arg-type]
-    )
 
 
 def calibrate_command(

@@ -87,9 +87,8 @@ def allocator_bytes_of(workload: Workload, set_aside_bytes: int = 0) -> int:
         simulated.forget_peak()
     workload.zero_grad()
     until_stepped(workload, workload.step)
-    peak_bytes = 0 if simulated is None else simulated.peak_bytes
-    held = held_for(workload.device, peak_bytes)
-    return (held.allocated - peak_bytes if held else 0) + beside_bytes(workload, set_aside_bytes)
+    held = held_for(workload.device, 0)
+    return (held.allocated if held else 0) + beside_bytes(workload, set_aside_bytes)
 
 
 def beside_bytes(workload: Workload, set_aside_bytes: int = 0) -> int:

@@ -81,7 +81,8 @@ class SimulatedDevice(TorchDispatchMode):
         live_bytes: the bytes of all storages that are alive now.
         peak_bytes: the most since ``forget_peak``.
         capacity_bytes: what allocators may hold of the device, from the next ``release_cache`` on; None for all.
-        allocators: where CUDA's would put them, by default and with expandable segments; none on a CPU.
+        allocators: where CUDA's would put them: by default and, with a capacity, with expandable segments; none on a
+            CPU.
         seconds: the time that all ops so far would have taken.
         guessed_at: the file and line that last asked for a value that nobody knows; empty before.
     """
@@ -327,7 +328,8 @@ class SimulatedDevice(TorchDispatchMode):
 def _new_allocators(device: DeviceRecord, capacity_bytes: int | None) -> tuple[CudaAllocator, ...]:
     if device.kind != "cuda":
         return ()
-    return tuple(CudaAllocator(expandable=each, capacity_bytes=capacity_bytes) for each in (False, True))
+    kinds = (False,) if capacity_bytes is None else (False, True)
+    return tuple(CudaAllocator(expandable=each, capacity_bytes=capacity_bytes) for each in kinds)
 
 
 def _storage_summed_in(func: Any, args: tuple[Any, ...]) -> int | None:
@@ -396,8 +398,8 @@ _USUALLY = {
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
-# Their result is made as large as the arguments, and is one number in that storage then.
 _BATCH_NORMS = {_aten.native_batch_norm.default: 0, _aten.native_batch_norm_backward.default: 1}  # The input's place.
+# Their result is made as large as the arguments, and is one number in that storage then.
 _SHRUNK = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.binary_cross_entropy.default}
 
 

@@ -123,12 +123,15 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # A compiler copies the attributes of what it wraps, so "plain" alone does not tell which of the two stands outside.
-    forwards = (module.forward, getattr(module.forward, "plain", None))
     return any(
         hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False)
-        for forward in forwards
+        for forward in _forwards_of(module)
     )
+
+
+def _forwards_of(module: nn.Module) -> tuple[Any, Any]:
+    """Its forward and what a patch of ours stands for: compilers copy attributes of what they wrap, "plain" too."""
+    return module.forward, getattr(module.forward, "plain", None)
 
 
 def check_no_cuda_graphs(module: nn.Module, device: torch.device, who: str) -> None:
@@ -147,7 +150,7 @@ def check_no_cuda_graphs(module: nn.Module, device: torch.device, who: str) -> N
 
 
 def _has_cuda_graphs(module: nn.Module) -> bool:
-    for forward in (module._compiled_call_impl, module.forward, getattr(module.forward, "plain", None)):
+    for forward in (module._compiled_call_impl, *_forwards_of(module)):
         config_of = getattr(forward, "get_compiler_config", None)
         if config_of is not None and (config_of() or {}).get("triton.cudagraphs"):
             return True
