@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import planner
 from benchmarks.catalogue_families import FAMILIES, Batch, Family
+from benchmarks.one_step import smallest_budget
 from benchmarks.outside_meter import meter_on
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from profiler.workload.tensor_trees import map_tensors
@@ -67,7 +68,7 @@ def rows_of(
     work = planner.Workload(model=model, inputs=batch, loss=loss, optimizer=_optimizer(model))
     profile = planner.profile(work, menus=menus)
     expected, plain_peak = trained(family, None, device)
-    smallest = smallest_budget(profile, offload)
+    smallest = smallest_budget(profile, offload=offload)
     stages = [stage for stage in profile.stages if stage.kind == "stage"]
     for depth in DEPTHS:
         budget = int(smallest + depth * (profile.unplanned_peak_bytes - smallest))
@@ -157,15 +158,6 @@ def _seed(seed: int) -> None:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
-def smallest_budget(profile: planner.Profile, offload: planner.Offload) -> int:
-    """Returns the smallest budget that a plan is known for."""
-    try:
-        planner.solve(profile, 1, offload=offload)
-    except planner.Infeasible as error:
-        return error.minimum_budget_bytes
-    raise AssertionError("a budget of one byte cannot be feasible")
 
 
 def all_rows(

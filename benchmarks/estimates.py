@@ -28,6 +28,7 @@ from benchmarks import catalogue
 from benchmarks.catalogue_families import FAMILIES
 from benchmarks.fidelity import GPU_SETTINGS
 from benchmarks.interleaving import in_turns
+from benchmarks.one_step import smallest_budget
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.zoo import build, names
 from profiler.device_record import DeviceRecord, OpRate
@@ -76,7 +77,7 @@ def peaks_of(name: str) -> Iterator[dict[str, Any]]:
     """Rows of one model: its step without a plan, and under plans from the estimate, estimated and measured."""
     make = builder(name)
     estimated = planner.estimate(make, device=A_CPU, menus=name not in FAMILIES)
-    least = catalogue.smallest_budget(estimated, _NO_OFFLOAD)
+    least = smallest_budget(estimated, offload=_NO_OFFLOAD)
     span = estimated.unplanned_peak_bytes - least
     budgets = [least + int(depth * span) for depth in DEPTHS]
     plans = [planner.solve(estimated, budget, offload="never") for budget in budgets]
@@ -155,7 +156,7 @@ def seconds_of(case: Timed) -> Iterator[dict[str, Any]]:
     make = builder(name, {"device": case.device, **(GPU_SETTINGS.get(name, {}) if case.device == "cuda" else {})})
     estimated, real = planner.estimate(make, device=case.file), make()
     profile = planner.profile(real)
-    least = max(catalogue.smallest_budget(estimated, _NO_OFFLOAD), catalogue.smallest_budget(profile, _NO_OFFLOAD))
+    least = max(smallest_budget(estimated, offload=_NO_OFFLOAD), smallest_budget(profile, offload=_NO_OFFLOAD))
     span = profile.unplanned_peak_bytes - least
     budgets = [least + int(depth * span) for depth in TIMED_DEPTHS]
     plans = [planner.solve(source, budget) for budget in budgets for source in (estimated, profile)]

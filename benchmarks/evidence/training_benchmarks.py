@@ -345,45 +345,6 @@ HEADLINE = Topic(
     ),
 )
 
-OP_LEVEL = Topic(
-    heading="Recomputing single ops",
-    benchmarks=(
-        Benchmark(
-            name="op-level-wide",
-            module="benchmarks.op_level",
-            full="--size wide --rounds 5 --models gpt2 bert vit llama",
-            quick=None,  # as op-level, on a model nine times as large
-            minutes=30,
-            tables=(
-                Table(
-                    name="op-level-wide",
-                    what="op-level plans of 12-layer gpt2, bert, vit, llama at width 384, 5 budgets each",
-                    says=says.op_level,
-                ),
-            ),
-        ),
-        Benchmark(
-            name="op-level",
-            module="benchmarks.op_level",
-            full="--rounds 7",
-            quick="--rounds 1 --models gpt2 mindspore_blocks",
-            minutes=15,
-            tables=(
-                Table(
-                    name="op-level",
-                    what="the same at width 128, where blocks take 2 to 4 ms and Python weighs much",
-                    says=says.op_level,
-                ),
-                Table(
-                    name="op-level-tutorial",
-                    what="the blocks of MindSpore's recomputation tutorial, dynamic memory less 59 %",
-                    says=says.op_level_tutorial,
-                ),
-            ),
-        ),
-    ),
-)
-
 OFFLOAD = Topic(
     heading="Offload",
     benchmarks=(

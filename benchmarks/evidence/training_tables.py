@@ -240,29 +240,6 @@ def nested(frame: Frame) -> str:
     )
 
 
-def op_level(frame: Frame) -> str:
-    """Plans that recompute single ops against plans of whole stages."""
-    known = frame[frame.measured_extra_ratio.notna()]
-    equal = int((frame.largest_error_percent == 0).sum())
-    return (
-        f"{of(equal, len(frame))} peaks equal to the byte; extra time {known.measured_extra_ratio.median():.2f} of the "
-        f"stage-level plan's (median; {known.predicted_extra_ratio.median():.2f} predicted), slower in "
-        f"{of(int((known.measured_extra_ratio > 1).sum()), len(known))}"
-    )
-
-
-def op_level_tutorial(frame: Frame) -> str:
-    """The network of MindSpore's tutorial."""
-    rows = frame.set_index("plan")
-    ours, every = rows.loc["op-level at the tutorial's reduction"], rows.loc["every block recomputed"]
-    return (
-        f"{ours.reduction_percent:.0f} % less for {ours.measured_extra_percent:.0f} % extra time "
-        f"({ours.predicted_extra_percent:.0f} % predicted), against {every.measured_extra_percent:.0f} % with every "
-        f"block "
-        f"recomputed; {frame.reduction_percent.max():.0f} % less is the most"
-    )
-
-
 def offload(frame: Frame) -> str:
     """Offload over artificial links."""
     equal = int((frame.error_percent == 0).sum())

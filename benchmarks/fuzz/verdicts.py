@@ -23,6 +23,7 @@ import planner
 from benchmarks.fuzz.cases import Case, Model
 from benchmarks.fuzz.observed import differences, left_by
 from benchmarks.fuzz.script import promised, source
+from benchmarks.one_step import smallest_budget
 
 Verdict = Literal[
     "exact", "said", "refused", "infeasible", "no case", "wrong", "crash", "over", "speechless", "unrestored"
@@ -148,18 +149,9 @@ def _prepared(case: Case) -> _Prepared:
         try:
             profile = planner.profile(work)
             left = differences(before, left_by(work))
-            return _Prepared(profile=profile, smallest_bytes=smallest_budget(profile), left=left)
+            return _Prepared(profile=profile, smallest_bytes=smallest_budget(profile, solver="rotor"), left=left)
         except Exception as error:  # noqa: BLE001 - that is what is judged
             return _Prepared(refusal=(_of_error(error, profiling=True), f"profile: {_said(error)}"))
-
-
-def smallest_budget(profile: planner.Profile) -> int:
-    """The least that any method needs, as it is told to those who ask for less."""
-    try:
-        planner.solve(profile, 1, solver="rotor")
-    except planner.Infeasible as none:
-        return none.minimum_budget_bytes
-    raise AssertionError("one byte is no budget")
 
 
 def _judged(case: Case, prepared: _Prepared) -> Outcome:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import planner
+from benchmarks.one_step import smallest_budget
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.packages.training import PackageModel, Training
 
@@ -124,11 +125,3 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
-
-
-def smallest_budget(profile: planner.Profile) -> int:
-    """By the refusal of one that is too small."""
-    try:
-        return planner.solve(profile, 1).budget_bytes
-    except planner.Infeasible as refusal:
-        return refusal.minimum_budget_bytes

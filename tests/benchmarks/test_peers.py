@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
-from benchmarks import op_level, peer_methods, peer_packages, peers
+from benchmarks import peer_methods, peer_packages, peers
 from benchmarks.peer_methods import AOT_EAGER, Peer, blocks_of, compiled_peers, eager_peers, missing
 from benchmarks.peer_packages import package_peers
 from benchmarks.peer_turns import Turns, in_turns
 from planner.zoo import build
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "seq": 16, "batch": 4, "vocab": 64}
-SMALL_BLOCKS: dict[str, Any] = {"blocks": 3, "hidden": 16, "heads": 2, "seq": 16, "batch": 2}
 PEERS = {peer.name: peer for peer in eager_peers()}
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm"}
 
@@ -156,31 +155,6 @@ def test_a_peer_below_all_plans_is_said_to_be():
     assert peers.plan_within(planner.profile(workload), 1) is None
     row = peers.against(workload, workload, workload, None, 1)
     assert math.isnan(row["plan_over_peer"]) and row["peer_slowdown"] > 0
-
-
-@pytest.mark.nightly
-def test_op_level_rows_stay_within_their_budgets_and_as_predicted():
-    rows = list(op_level.rows_of("gpt2", "cpu", 1, **SMALL))
-    assert [row["place"] for row in rows] == ["op-level minimum", "0", "1/4", "1/2", "3/4"]
-    assert not any(row["over_budget"] for row in rows)
-    assert max(row["largest_error_percent"] for row in rows) <= 2  # what the issue allows
-    for row in rows[1:]:
-        assert row["op_predicted_seconds"] <= row["stage_predicted_seconds"]
-        assert row["op_peak_MiB"] <= row["budget_MiB"]
-    assert "with a peak above the budget: 0" in op_level.summary(rows)[0]
-
-
-@pytest.mark.nightly
-def test_the_tutorials_plans_meet_its_reduction():
-    rows = {row["plan"]: row for row in op_level.tutorial_rows("cpu", 1, **SMALL_BLOCKS)}
-    assert rows["everything kept"]["reduction_percent"] == 0
-    for kind in ("stage-level", "op-level"):
-        row = rows.get(f"{kind} at the tutorial's reduction")
-        if row is not None:  # so small a network may not reach it
-            assert row["reduction_percent"] >= 100 * op_level.TUTORIAL_REDUCTION
-    assert not any(row["over_budget"] for row in rows.values())
-    smallest = rows["op-level at its smallest peak"]["dynamic_MiB"]
-    assert smallest == min(row["dynamic_MiB"] for row in rows.values())
 
 
 class TestPackagePeers:
