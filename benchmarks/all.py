@@ -11,7 +11,16 @@ from benchmarks.evidence.benchmark_list import BENCHMARKS
 from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.page import DOCS, PAGES
 from benchmarks.evidence.running import WORK, run_all
-from benchmarks.evidence.states import OF_TODAY, RESULTS, changed_files, derive_missing, result_of, review, state_of
+from benchmarks.evidence.states import (
+    OF_TODAY,
+    RESULTS,
+    changed_files,
+    derive_missing,
+    minutes_taken,
+    result_of,
+    review,
+    state_of,
+)
 from profiler.json_files import write_whole
 
 
@@ -82,7 +91,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _list(chosen: Sequence[Benchmark]) -> None:
     for each in chosen:
-        print(f"{each.name}: about {each.minutes} min: {each.command}")
+        print(f"{each.name}: {minutes_taken(each)} min: {each.command}")
         for table in each.tables:
             print(f"    benchmarks/results/{table.name}.md: {table.what}")
 

@@ -18,16 +18,14 @@ RANKS = Topic(
                 module="benchmarks.distributed",
                 full=f"--engine {engine}{more}",
                 quick=quick,
-                minutes=minutes,
                 tables=(Table(name=name, what=what, says=says.ranks),),
             )
-            for name, engine, more, quick, minutes, what in (
+            for name, engine, more, quick, what in (
                 (
                     "distributed-ddp",
                     "ddp",
                     "",
                     "--engine ddp --models gpt2 --budgets 2",
-                    15,
                     "DistributedDataParallel on 2 ranks: gpt2 (also with `gradient_as_bucket_view`, `static_graph`, "
                     "`no_sync`), bert, llama, resnet50 at 6 budgets each",
                 ),
@@ -36,7 +34,6 @@ RANKS = Topic(
                     "ddp",
                     " --ranks 4 --models gpt2 resnet50 --budgets 3",
                     None,
-                    10,
                     "the same on 4 ranks: gpt2, resnet50 at 3 budgets each",
                 ),
                 (
@@ -44,7 +41,6 @@ RANKS = Topic(
                     "fsdp2",
                     "",
                     "--engine fsdp2 --models gpt2 --budgets 2",
-                    15,
                     '`fully_shard` on 2 ranks: gpt2 (also with `reshard_after_forward=False` and `reshard="solve"`), '
                     "bert, llama, resnet50 at 6 budgets each",
                 ),
@@ -53,7 +49,6 @@ RANKS = Topic(
                     "fsdp2",
                     " --ranks 4 --models gpt2 resnet50 'resnet50 of batch 64' --budgets 3",
                     None,
-                    10,
                     "the same on 4 ranks: gpt2, resnet50 at 3 budgets each",
                 ),
             )
@@ -63,7 +58,6 @@ RANKS = Topic(
             module="benchmarks.distributed_overhead",
             full="--rounds 31",
             quick="--rounds 1",
-            minutes=5,
             tables=(
                 Table(
                     name="distributed-overhead",
@@ -83,7 +77,6 @@ LARGEST_BATCH = Topic(
             module="benchmarks.max_batch",
             full="",
             quick="--models bert",
-            minutes=5,
             tables=(
                 Table(
                     name="max-batch",
@@ -105,7 +98,6 @@ ADVICE = Topic(
             module="benchmarks.advise",
             full="--no-menus",
             quick="--no-menus --models gpt2",
-            minutes=10,
             tables=(
                 Table(
                     name="advise",
@@ -121,7 +113,6 @@ ADVICE = Topic(
             module="benchmarks.simulated_ranks",
             full="",
             quick="--ranks 2 --models mlp",
-            minutes=5,
             tables=(
                 Table(
                     name="simulated-ranks",
@@ -144,7 +135,6 @@ ESTIMATES = Topic(
             module="benchmarks.estimates",
             full="--part cards --jobs 2",
             quick="--part cards --models vit",
-            minutes=10,
             tables=(
                 Table(
                     name="estimates-cards",
@@ -159,7 +149,6 @@ ESTIMATES = Topic(
             module="benchmarks.estimates",
             full="--part seconds",
             quick=None,
-            minutes=30,
             tables=(
                 Table(
                     name="estimates-seconds",
@@ -174,7 +163,6 @@ ESTIMATES = Topic(
             module="benchmarks.estimates",
             full="--part peaks --jobs 2",
             quick="--part peaks --models bert",
-            minutes=20,
             tables=(
                 Table(
                     name="estimates-peaks",
@@ -195,7 +183,6 @@ SHAPES = Topic(
             module="benchmarks.dynamic",
             full="",
             quick="--steps 8",
-            minutes=2,
             tables=(
                 Table(
                     name="dynamic",

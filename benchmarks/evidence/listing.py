@@ -36,7 +36,6 @@ class Benchmark:
         full: the arguments of the committed results.
         quick: arguments that show in about a minute that it still works; None where another one's quick run shows it.
         quick_module: what they are of, where that is another module.
-        minutes: what the full command takes on two cores, roughly.
         tables: in the order of the page.
     """
 
@@ -45,7 +44,6 @@ class Benchmark:
     full: str
     quick: str | None
     quick_module: str = ""
-    minutes: int
     tables: tuple[Table, ...]
 
     @property

@@ -10,7 +10,7 @@ from benchmarks.evidence.benchmark_list import BENCHMARKS, TOPICS
 from benchmarks.evidence.fingerprints import ROOT
 from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.peers_page import peers_page
-from benchmarks.evidence.states import RESULTS, ResultFile, result_of, state_of
+from benchmarks.evidence.states import RESULTS, ResultFile, minutes_taken, result_of, state_of
 from benchmarks.gpu import parts as gpu_parts
 
 DOCS = ROOT / "docs"
@@ -107,8 +107,8 @@ def _commands() -> Iterator[str]:
         "```"
     )
     yield "Or one by one:"
-    rows = [f"| {each.name} | `{each.command}` | {each.minutes} |" for each in BENCHMARKS.values()]
-    yield "\n".join(["| name | command | minutes on two cores, about |", "| --- | --- | --- |", *rows])
+    rows = [f"| {each.name} | `{each.command}` | {minutes_taken(each)} |" for each in BENCHMARKS.values()]
+    yield "\n".join(["| name | command | minutes that it took |", "| --- | --- | --- |", *rows])
 
 
 def _wrapped(text: str) -> str:

@@ -14,7 +14,6 @@ PEERS = Topic(
             module="benchmarks.peers",
             full="--models gpt2 mindspore_blocks --rounds 4",
             quick="--models gpt2 --rounds 1 --solvers dp --budgets 0.5",
-            minutes=25,
             tables=(
                 Table(
                     name="peers",
@@ -30,7 +29,6 @@ PEERS = Topic(
             module="benchmarks.peers",
             full="--models gpt2 bert llama resnet50 unet --solvers dp --budgets 0.1 0.5 0.9 --rounds 5",
             quick=None,  # as peers
-            minutes=20,
             tables=(
                 Table(
                     name="peers-models",
@@ -52,7 +50,6 @@ SOLVERS = Topic(
             module="benchmarks.chain_solvers",
             full="",
             quick="--quick",
-            minutes=10,
             tables=(
                 Table(
                     name="chain-solvers",
@@ -82,7 +79,6 @@ SOLVERS = Topic(
             module="benchmarks.solvers",
             full="--solvers auto --budgets 30% 50% 70%",
             quick="--quick",
-            minutes=25,
             tables=(
                 Table(
                     name="solvers",
@@ -97,7 +93,6 @@ SOLVERS = Topic(
             module="benchmarks.solvers",
             full="--problems vgg16 unet random-100 random-150 --budgets 50% --time-limit 8",
             quick=None,  # as solvers
-            minutes=10,
             tables=(
                 Table(
                     name="methods/solvers",
@@ -112,7 +107,6 @@ SOLVERS = Topic(
             module="benchmarks.graph_oracle",
             full="--seeds 1000",
             quick="--seeds 5",
-            minutes=15,
             tables=(
                 Table(
                     name="graph-oracle",

@@ -71,6 +71,14 @@ def result_of(table: Table, folder: Path = RESULTS) -> ResultFile:
     return ResultFile(folder / f"{table.name}.md")
 
 
+def minutes_taken(benchmark: Benchmark, folder: Path = RESULTS) -> str:
+    """Minutes that the command took until its last table was there; a question mark where no table says so."""
+    results = [result_of(table, folder) for table in benchmark.tables]
+    facts = " ".join(result.fact("date") for result in results if result.exists)
+    seconds = [int(each) for each in re.findall(r"had taken (\d+) s", facts)]
+    return f"{max(seconds) / 60:.0f}" if seconds else "?"
+
+
 def state_of(benchmark: Benchmark, table: Table, folder: Path = RESULTS) -> str:
     """Whether what the table measures has changed since, in a few words."""
     result = result_of(table, folder)

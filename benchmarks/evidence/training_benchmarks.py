@@ -14,7 +14,6 @@ PREDICTED = Topic(
             module="benchmarks.fidelity",
             full="",
             quick="--models gpt2 --rounds 1",
-            minutes=10,
             tables=(
                 Table(
                     name="fidelity",
@@ -28,7 +27,6 @@ PREDICTED = Topic(
             module="benchmarks.fidelity",
             full="--precision amp-bf16 --rounds 1",
             quick="--precision amp-bf16 --rounds 1 --models unet",
-            minutes=10,
             tables=(
                 Table(
                     name="fidelity-amp-bf16",
@@ -42,7 +40,6 @@ PREDICTED = Topic(
             module="benchmarks.graph_fidelity",
             full="",
             quick="--models branches",
-            minutes=15,
             tables=(
                 Table(
                     name="graph-fidelity",
@@ -58,7 +55,6 @@ PREDICTED = Topic(
             module="benchmarks.model_states",
             full="",
             quick="--models gpt2",
-            minutes=5,
             tables=(
                 Table(
                     name="model-states",
@@ -72,7 +68,6 @@ PREDICTED = Topic(
             module="benchmarks.overhead",
             full="--rounds 9",
             quick="--rounds 1",
-            minutes=3,
             tables=(
                 Table(name="overhead", what="a plan that keeps everything, against the plain step", says=says.overhead),
             ),
@@ -82,7 +77,6 @@ PREDICTED = Topic(
             module="benchmarks.host_cost",
             full="",
             quick="--rounds 2",
-            minutes=1,
             tables=(
                 Table(
                     name="host-cost",
@@ -96,7 +90,6 @@ PREDICTED = Topic(
             module="benchmarks.pieces",
             full="",
             quick="--models gpt",
-            minutes=15,
             tables=(
                 Table(
                     name="pieces",
@@ -110,7 +103,6 @@ PREDICTED = Topic(
             module="benchmarks.large_head",
             full="",
             quick="--words 4000 --width 32 --rounds 1",
-            minutes=15,
             tables=(
                 Table(
                     name="large-head",
@@ -125,7 +117,6 @@ PREDICTED = Topic(
             module="benchmarks.true_peak",
             full="--part shares",
             quick="--part shares --tiny --models gpt2",
-            minutes=10,
             tables=(
                 Table(
                     name="true-peak-shares",
@@ -139,7 +130,6 @@ PREDICTED = Topic(
             module="benchmarks.true_peak",
             full="--part boundaries",
             quick="--part boundaries --tiny",
-            minutes=4,
             tables=(
                 Table(
                     name="true-peak-boundaries",
@@ -154,7 +144,6 @@ PREDICTED = Topic(
             module="benchmarks.pieces_fuzz",
             full="",
             quick="--count 8",
-            minutes=30,
             tables=(
                 Table(name="pieces-fuzz", what="generated steps in pieces, eight budgets each", says=says.pieces_fuzz),
             ),
@@ -164,7 +153,6 @@ PREDICTED = Topic(
             module="benchmarks.planning",
             full="",
             quick=None,
-            minutes=2,
             tables=(
                 Table(
                     name="planning",
@@ -178,7 +166,6 @@ PREDICTED = Topic(
             module="benchmarks.extra_seconds",
             full="",
             quick="--models vit --rounds 2",
-            minutes=30,
             tables=(
                 Table(
                     name="extra-seconds",
@@ -192,7 +179,6 @@ PREDICTED = Topic(
             module="benchmarks.equal_budget",
             full="",
             quick=None,
-            minutes=25,
             tables=(
                 Table(
                     name="equal-budget",
@@ -207,7 +193,6 @@ PREDICTED = Topic(
             module="benchmarks.recording",
             full="",
             quick="--rounds 1",
-            minutes=2,
             tables=(
                 Table(
                     name="recording",
@@ -221,7 +206,6 @@ PREDICTED = Topic(
             module="benchmarks.fuzz",
             full="--count 10000 --seed 14 --jobs 2",
             quick="--count 40 --seed 14",
-            minutes=40,
             tables=(Table(name="fuzz", what="generated models, habits of training and budgets", says=says.fuzz),),
         ),
         Benchmark(
@@ -229,7 +213,6 @@ PREDICTED = Topic(
             module="benchmarks.loops",
             full="",
             quick="--models gpt2",
-            minutes=5,
             tables=(
                 Table(
                     name="loops",
@@ -243,7 +226,6 @@ PREDICTED = Topic(
             module="benchmarks.trainers",
             full="",
             quick="--loops Trainer Lightning",
-            minutes=10,
             tables=(
                 Table(
                     name="trainers",
@@ -258,7 +240,6 @@ PREDICTED = Topic(
             module="benchmarks.catalogue",
             full="--jobs 2",
             quick="--families AlbertForMaskedLM",
-            minutes=40,
             tables=(
                 Table(
                     name="catalogue",
@@ -272,7 +253,6 @@ PREDICTED = Topic(
             module="benchmarks.packages",
             full="--jobs 2",
             quick="--models 'transformers gpt2'",
-            minutes=20,
             tables=(
                 Table(
                     name="packages",
@@ -287,7 +267,6 @@ PREDICTED = Topic(
             module="benchmarks.catalogue",
             full="--no-menus --link 25 --jobs 1",
             quick="--no-menus --link 25 --families LlavaForConditionalGeneration",
-            minutes=10,
             tables=(
                 Table(
                     name="catalogue-link",
@@ -314,7 +293,6 @@ HEADLINE = Topic(
             full="--scaled",
             quick="--rounds 1",
             quick_module="benchmarks.headline_resnet",
-            minutes=50,
             tables=(
                 Table(
                     name="headline",
@@ -333,7 +311,6 @@ HEADLINE = Topic(
             module="benchmarks.nested",
             full="",
             quick="",
-            minutes=2,
             tables=(
                 Table(
                     name="nested",
@@ -353,7 +330,6 @@ OFFLOAD = Topic(
             module="benchmarks.offload",
             full="--rounds 3",
             quick="--rounds 1 --models vit",
-            minutes=15,
             tables=(
                 Table(
                     name="offload",
@@ -367,7 +343,6 @@ OFFLOAD = Topic(
             module="benchmarks.offload",
             full="--simulated",
             quick="--simulated",
-            minutes=3,
             tables=(
                 Table(
                     name="offload-simulated",

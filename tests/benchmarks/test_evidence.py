@@ -20,7 +20,16 @@ from benchmarks.evidence.fingerprints import files_of, fingerprint
 from benchmarks.evidence.listing import Benchmark, Table
 from benchmarks.evidence.page import DOCS, PAGES, results_page
 from benchmarks.evidence.peers_page import peers_page, why_slower
-from benchmarks.evidence.states import FRESH, MISSING, OLDER, UNKNOWN, ResultFile, result_of, state_of
+from benchmarks.evidence.states import (
+    FRESH,
+    MISSING,
+    OLDER,
+    UNKNOWN,
+    ResultFile,
+    minutes_taken,
+    result_of,
+    state_of,
+)
 from benchmarks.reporting import UNFINISHED, write_rows
 
 LISTED = {table.name: (each, table) for each in BENCHMARKS.values() for table in each.tables}
@@ -178,11 +187,22 @@ def test_the_page_says_what_is_not_measured(tmp_path):
     assert text.count("| not measured |") == len(LISTED)
 
 
+def test_minutes_are_those_of_the_last_table_that_a_command_wrote(tmp_path):
+    tables = tuple(Table(name=name, what="", says=len) for name in ("first", "last"))
+    listed = Benchmark(name="two", module="", full="", quick=None, tables=tables)
+    assert minutes_taken(listed, tmp_path) == "?"
+    for table, seconds in zip(tables, (60, 629), strict=True):
+        (tmp_path / f"{table.name}.csv").write_text("a", encoding="utf-8")
+        line = f"- date: 2026-11-29; this command had taken {seconds} s\n"
+        (tmp_path / f"{table.name}.md").write_text(line, encoding="utf-8")
+    assert minutes_taken(listed, tmp_path) == "10"
+
+
 # Running
 
 
 def fake(name: str, module: str, tables: tuple[Table, ...] = (), **more: str | None) -> Benchmark:
-    return Benchmark(name=name, module=module, full="", quick=more.get("quick", ""), minutes=1, tables=tables)
+    return Benchmark(name=name, module=module, full="", quick=more.get("quick", ""), tables=tables)
 
 
 @pytest.fixture
