@@ -79,7 +79,7 @@ def parts() -> Iterator[Benchmark]:
 def _part(name: str, module: str, full: str, tiny: str, table: str) -> Benchmark:
     """A part whose table is kept under the part's name."""
     kept = Table(name=f"{name}-cuda" if not name.startswith("tests-") else name, written_as=table, what=name, says=str)
-    return Benchmark(name=name, module=module, full=full, quick=tiny, minutes=9, tables=(kept,))
+    return Benchmark(name=name, module=module, full=full, quick=tiny, tables=(kept,))
 
 
 def one_of_each(chosen: Iterable[Benchmark]) -> list[Benchmark]:

@@ -188,7 +188,7 @@ def test_the_page_says_what_is_not_measured(tmp_path):
 
 
 def test_minutes_are_those_of_the_last_table_that_a_command_wrote(tmp_path):
-    tables = tuple(Table(name=name, what="", says=len) for name in ("first", "last"))
+    tables = tuple(Table(name=name, what="", says=str) for name in ("first", "last"))
     listed = Benchmark(name="two", module="", full="", quick=None, tables=tables)
     assert minutes_taken(listed, tmp_path) == "?"
     for table, seconds in zip(tables, (60, 629), strict=True):
