@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from planner.explain.measured_step import view_step
+from planner.plans.cost_model import chain_of
+from profiler.program_replay import runs_with
 from profiler.workload.workload import Workload
-from tests.support.exactness import assert_same, state_after
+from solvers import Schedule, replay
+from solvers.chain.candidates import keep_all
+from tests.support.exactness import assert_same, following, state_after
 from tests.support.nightly import by_day
 
 WIDTH, ROWS = 32, 64
@@ -158,3 +164,31 @@ def test_parts_that_are_called_often_train_as_without_a_plan(name: str) -> None:
                 assert planner.measure(work).peak_bytes <= plan.predicted_peak_bytes <= budget_bytes
             with planner.apply((work := workload(name)).model, plan):
                 assert_same(state_after(work), expected)
+
+
+def test_a_program_of_a_part_whose_input_comes_from_further_back_takes_what_is_predicted() -> None:
+    """The right child lies between the left one and their parent, and the left one goes in the parent's backward."""
+    profile = planner.profile(workload("tree"))
+    parent = next(stage for stage in profile.stages if stage.name == "compose#3")
+    menu = profile.menus[parent.menu]
+    assert menu.graph is not None
+    returned = {number for number, storage in enumerate(menu.graph.storages) if storage.returned}
+    forward = [k for k, op in enumerate(menu.graph.ops) if op.side == "forward" and not returned & {*op.makes}]
+    program = menu.program(runs_with(menu.graph, forward))
+    menus = [*profile.menus]
+    menus[parent.menu] = replace(menu, options=(*menu.options, program))
+    profile = replace(profile, menus=tuple(menus))
+    number, option = profile.stages.index(parent), len(menu.options) + 1
+    actions = [
+        replace(action, option=option) if action.stage == number and action.option is not None else action
+        for action in keep_all(chain_of(profile))[0].actions
+    ]
+    plan = following(profile, Schedule(tuple(actions)))
+    predicted = next(
+        entry.peak_bytes
+        for entry in replay(chain_of(profile), plan.schedule).timeline
+        if (entry.action.stage, entry.action.kind) == (number, "backward")
+    )
+    spans = view_step(workload("tree"), plan, rounds=1).planned.spans
+    measured = next(span for span in spans if (span.stage, span.phase) == (parent.name, "backward"))
+    assert measured.peak_bytes == predicted
