@@ -221,14 +221,18 @@ class MenuRecord:
         once = self.once
         assert once is not None and self.graph is not None
         inputs = self.ops.inputs
-        exclusive = {n: self.ops.storages[storage] for n, storage in enumerate(inputs) if storage >= 0}
-        own_bytes = {n: storage.size_bytes for n, storage in exclusive.items() if storage.dies_after_stage}
+        given = {n: self.ops.storages[storage] for n, storage in enumerate(inputs) if storage >= 0}
+        given_bytes = {n: storage.size_bytes for n, storage in given.items()}
+        own_bytes = {n: size for n, size in given_bytes.items() if given[n].dies_after_stage}
+        held_by_others = product(sorted({False, self.gradients_held}), sorted({False, self.outputs_held}))
         replays = [
             [
-                call_replay(self.graph, order, argument_bytes=own_bytes, gradients_held=gradients, outputs_held=outputs)
+                call_replay(self.graph, order, argument_bytes=freed, gradients_held=gradients, outputs_held=outputs)
                 for order in (once.runs, runs)
             ]
-            for gradients, outputs in product(sorted({False, self.gradients_held}), sorted({False, self.outputs_held}))
+            for gradients, outputs in held_by_others
+            # What comes from further back than the stage before may live for this stage alone, too.
+            for freed in ([own_bytes] if own_bytes == given_bytes else [own_bytes, given_bytes])
         ]
         measured, replayed = replays[0]
         held = {inputs[number] for number in replayed.arguments if number < len(inputs)}

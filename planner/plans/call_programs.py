@@ -5,6 +5,7 @@ menu of them, those for exactly the room that a plan leaves, and the least that 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once
 from solvers import Chain, Problem, Schedule, replay
+from solvers.chain.lower_bound import bound_seconds
 from solvers.graph.registry import DEFAULT_GAP, solve_graph
 from solvers.highs import Program
 from solvers.problem.chain import Option
@@ -324,6 +326,30 @@ def chain_with_any_programs(chain: Chain, numbers: Sequence[int], menus: Sequenc
         if number >= 0 and menus[number].once is not None:
             stages[k] = replace(chain.stages[k], options=_any_programs(chain.stages[k].options, menus[number]))
     return replace(chain, stages=tuple(stages))
+
+
+def held_against_any_programs(
+    refusal: Infeasible,
+    problem: Problem,
+    numbers: Sequence[int],
+    menus: Sequence[MenuRecord],
+    seconds_outside_chain: float = 0.0,
+) -> Infeasible:
+    """A refusal whose claims hold for all programs of captured stages, not only for those that were chosen from.
+
+    Args:
+        refusal: of the chain with the programs of the menus.
+        problem: that chain, and the budget.
+        numbers, menus: as ``chain_with_any_programs`` takes them.
+        seconds_outside_chain: of a step.
+    """
+    any_programs = chain_with_any_programs(problem.chain, numbers, menus)
+    if any_programs is problem.chain:
+        return refusal
+    bound = bound_seconds(any_programs, problem.budget_bytes, problem.link)
+    if bound == math.inf:
+        return replace(refusal, proven=True)
+    return replace(refusal, proven=False, lower_bound_seconds=bound + seconds_outside_chain)
 
 
 def _any_programs(options: Sequence[Option], menu: MenuRecord) -> tuple[Option, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from planner.plans.call_programs import chain_with_any_programs, with_exact_programs
+from planner.plans.call_programs import chain_with_any_programs, held_against_any_programs
 from planner.plans.cost_model import chain_of, lone_chain_of
+from planner.plans.exact_programs import faster_with_exact_programs, first_plan
 from planner.plans.headroom import Headroom, headroom_from
 from planner.plans.lowering import can_carry_out
 from planner.plans.offload_request import Offload, OffloadMode, offload_from, usable_link
@@ -39,21 +39,18 @@ from solvers import Chain, Problem, Solution, replay, solve_chain
 from solvers.chain.lower_bound import bound_seconds
 from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
 from solvers.chain.persistent import shortage
-from solvers.problem.deadline import Deadline
 
 if TYPE_CHECKING:
     from planner.distributed.ranks import Ranks
 
 OFFLOAD_ONLY = "offload_only"
+WEIGH_PROGRAMS = ("auto", "rotor")  # where a budget is refused, they are asked again with programs made for it
 Reshard = Literal["profiled", "solve"]
 Numerics = Literal["eager", "compiled", "rounding"]
 _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a model has a dozen, or many equal ones
 # So little leaves out the integer program for short chains, which proves the best plan and hardly ever betters it.
 SEARCH_SECONDS = 1e-3
-EXACT_SECONDS = 1.5  # in each round, for programs of exactly the room that a plan leaves
-_EXACT_ROUNDS = 2
 _PROVEN = 1e-9  # relative distance from the bound that counts as none
-_EXACT_GAIN = 1e-3  # of a step's time, that makes another round worth it
 COMPARE_SECONDS = 10.0  # for ilp and for auto, where all solvers are compared
 NO_LINK = "there is no link to host memory: run on a CUDA device, or give a speed, --offload gbps=25 (link_gbps=25)"
 
@@ -199,17 +196,21 @@ def _solved(
             else:
                 solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
         except Infeasible as refusal:
+            numbers = [stage.menu for stage in profile.stages]
+            refusal = held_against_any_programs(refusal, problem, numbers, profile.menus, seconds_outside_chain)
             raise explained(refusal, profile) from refusal
         only = method == OFFLOAD_ONLY
         return plan_of(profile, problem, solution, no_offload=why, offload_only=only, gathered=gathered)
 
     def plan_gathering(gathered: tuple[int, ...], planned_bytes: int) -> Plan:
-        return _with_exact_programs(
-            plan_with(profile, gathered, planned_bytes),
-            profile,
-            lambda other: plan_with(other, gathered, planned_bytes),
-            time_limit_seconds,
+        def solved(profile: Profile) -> Plan:
+            return plan_with(profile, gathered, planned_bytes)
+
+        searches = method in WEIGH_PROGRAMS
+        plan, chosen = (
+            first_plan(profile, solved, planned_bytes, time_limit_seconds) if searches else (solved(profile), profile)
         )
+        return faster_with_exact_programs(plan, chosen, solved, time_limit_seconds)
 
     def plan_within(planned_bytes: int) -> Plan:
         plan = plan_gathering(ways[0], planned_bytes)
@@ -289,41 +290,6 @@ def _pieces_named(refusal: Infeasible, profile: Profile) -> Infeasible:
     return replace(refusal, reason=f"{pieces}; without pieces, {refusal.reason}", remedy=f"{fits}{refusal.remedy}")
 
 
-def _with_exact_programs(
-    plan: Plan, profile: Profile, solved: Callable[[Profile], Plan], time_limit_seconds: float | None
-) -> Plan:
-    """The plan, or a faster one in which programs of captured stages are made for exactly the room that it leaves.
-
-    Args:
-        plan, profile: to begin with.
-        solved: the plan of a profile whose menus have other programs.
-        time_limit_seconds: for all searches, that of the plan included; None for a few seconds at most.
-    """
-    left_seconds = math.inf if time_limit_seconds is None else max(0.0, time_limit_seconds - plan.solve_seconds)
-    seconds = min(EXACT_SECONDS, left_seconds)
-    with Deadline(left_seconds):
-        for _ in range(_EXACT_ROUNDS):
-            if plan.interrupted or plan.chain is None or plan.in_flight or not left_seconds:
-                break
-            problem = Problem(chain=plan.chain, budget_bytes=plan.budget_bytes, link=plan.link)
-            try:
-                more = with_exact_programs(profile, problem, plan.schedule, seconds)
-                if more is profile:
-                    break
-                better = solved(more)
-            except KeyboardInterrupt:
-                return replace(plan, interrupted=True)
-            except Infeasible:  # More programs to choose from are searched less finely.
-                break
-            if better.predicted_seconds >= plan.predicted_seconds:
-                break
-            worth_more = better.predicted_seconds < plan.predicted_seconds * (1 - _EXACT_GAIN)
-            plan, profile = better, more
-            if not worth_more:
-                break
-    return plan
-
-
 def _ways_to_gather(profile: Profile) -> list[tuple[int, ...]]:
     """How many of the last units may keep their parameters: none, and about eight numbers up to all."""
     units = units_that_may_stay(profile)
@@ -400,7 +366,11 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
         problem = replace(problem, chain=without_others(chain, plan.in_flight, plan.schedule))
         problem, solution = feasible_beside_others(problem, plan.in_flight, method, time_limit_seconds)
     else:
-        solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
+        try:
+            solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
+        except Infeasible as refusal:
+            numbers = [stage.menu for stage in plan.stages]
+            raise held_against_any_programs(refusal, problem, numbers, plan.menus, seconds_outside_chain) from refusal
     fields = schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
     return complete(replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, chain=problem.chain, **fields))
 

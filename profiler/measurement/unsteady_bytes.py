@@ -45,6 +45,7 @@ def what_is_unsteady(
     return (
         *_in_words(op for op in _value_ops(trace, stages) if _may_change(op, trace, changing)),
         *_steps(varied),
+        *_forwards(workload),
         *_gradients(trace),
         *_hooks(workload),
         *_states(workload, resident.optimizer),
@@ -198,6 +199,15 @@ def _steps(varied: Sequence[str]) -> Iterator[str]:
         name = repr(varied[0]) if varied[0] else "the model"
         more = f" and {len(varied) - 1} more" if len(varied) > 1 else ""
         yield f"{name}{more}: what is saved differs from one step to the next (by a counter, or a branch)"
+
+
+def _forwards(workload: Workload) -> Iterator[str]:
+    step = workload.custom_step
+    if step is not None and len(set(step.inputs_take_gradients)) > 1:
+        yield (
+            f"the step runs {step.forwards} forwards, with inputs that take a gradient in some of them and none in "
+            "others; the plan is made for one of them"
+        )
 
 
 def _gradients(trace: Trace) -> Iterator[str]:

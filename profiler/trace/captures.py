@@ -64,8 +64,8 @@ class CallGuard:
         if len(tensors) != len(self._tensors) or _frozen(without_tensors((args, kwargs))) != self._tree:
             return "it is called with other arguments"
         for tensor, layout in zip(tensors, self._tensors, strict=True):
-            if _layout(tensor) != layout:
-                return f"it is called with a tensor of shape {tuple(tensor.shape)} that lies otherwise"
+            if (found := _layout(tensor)) != layout:
+                return f"it is called with a tensor of shape {tuple(tensor.shape)} that {_differing(found, layout)}"
         return ""
 
     def refusal(self, args: Any, kwargs: Any) -> str:
@@ -155,6 +155,13 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+
+
+def _differing(found: tuple[Any, ...], captured: tuple[Any, ...]) -> str:
+    """How the layout of a tensor differs from the captured one, as the end of a sentence."""
+    if found[:4] == captured[:4] and found[5] is captured[5]:
+        return "takes a gradient, and took none" if found[4] else "takes no gradient, and took one"
+    return "lies otherwise"
 
 
 def _flat(args: Any, kwargs: Any) -> tuple[Any, ...] | None:

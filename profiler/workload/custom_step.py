@@ -50,6 +50,7 @@ class CustomStep:
         autocast: the type that autocast cast to in the last call of the model; None where it was off.
         input_shapes: the shapes of the tensors that this call got.
         input_elements: the number of elements, for each forward, of the tensors that calls of the model got.
+        inputs_take_gradients: for each forward that went backward, which of these tensors take a gradient.
     """
 
     def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
@@ -64,6 +65,7 @@ class CustomStep:
         self.autocast: torch.dtype | None = None
         self.input_shapes: tuple[tuple[int, ...], ...] = ()
         self.input_elements: list[int] = []
+        self.inputs_take_gradients: list[tuple[bool, ...]] = []
 
     def run(self, begin: Begin, before_update: Callable[[torch.optim.Optimizer], None]) -> float:
         """Run the step.
@@ -98,6 +100,7 @@ class CustomStep:
             patches.remove()
         watch.check()
         self.forwards, self.input_elements = watch.backwards, watch.input_elements
+        self.inputs_take_gradients = watch.inputs_take_gradients[: watch.backwards]
         self.retains = watch.measured_backwards > 1
         loss = _number(result)
         self.result = result
@@ -118,6 +121,7 @@ class _Watch:
         self.backwards = 0
         self.measured_backwards = 0
         self.input_elements: list[int] = []
+        self.inputs_take_gradients: list[tuple[bool, ...]] = []
         self.called_at_all = self.transformed = False
         self.loss = float("nan")
 
@@ -129,6 +133,7 @@ class _Watch:
         """The step begins, or the model is called after a backward."""
         self._number, self._over = self._number + 1, False
         self.input_elements.append(0)
+        self.inputs_take_gradients.append(())
         self._calls.clear()
         self._begin("forward" if self._is_measured else "evaluation", None)
 
@@ -144,6 +149,7 @@ class _Watch:
             self.transformed |= under_transform()
             inputs = tensors_held((args, kwargs))
             self.input_elements[-1] += sum(tensor.numel() for tensor in inputs)
+            self.inputs_take_gradients[-1] += tuple(tensor.requires_grad for tensor in inputs)
             if self._is_measured:
                 self._step.autocast = _autocast_of(self._step.model)
                 self._step.input_shapes = tuple(map(sizes_of, inputs))

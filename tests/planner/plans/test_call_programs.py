@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
-from planner.plans import solving
+from planner.plans import exact_programs
 from planner.plans.call_programs import program_menu, with_exact_programs
 from planner.plans.cost_model import chain_of
 from profiler.measurement.captured_stages import measured_graph
@@ -152,6 +152,6 @@ def test_a_plan_stays_where_the_chain_with_more_programs_has_none(
             profile, menus=menus, stages=tuple(replace(each, reason="it has changed") for each in profile.stages)
         )
 
-    monkeypatch.setattr(solving, "with_exact_programs", fewer)
+    monkeypatch.setattr(exact_programs, "with_exact_programs", fewer)
     assert planner.solve(blocks, budget).predicted_peak_bytes <= budget
     assert tried
