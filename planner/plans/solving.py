@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from planner.distributed.ranks import Ranks
 
 OFFLOAD_ONLY = "offload_only"
-WEIGH_PROGRAMS = ("auto", "rotor")  # where a budget is refused, they are asked again with programs made for it
+_SEARCH_FOR_PROGRAMS = ("auto", "rotor")  # solvers that search for programs that fit where those of the menus do not
 Reshard = Literal["profiled", "solve"]
 Numerics = Literal["eager", "compiled", "rounding"]
 _WAYS = 8  # numbers of units that are tried, each with a chain to solve; a model has a dozen, or many equal ones
@@ -206,7 +206,7 @@ def _solved(
         def solved(profile: Profile) -> Plan:
             return plan_with(profile, gathered, planned_bytes)
 
-        searches = method in WEIGH_PROGRAMS
+        searches = method in _SEARCH_FOR_PROGRAMS
         plan, chosen = (
             first_plan(profile, solved, planned_bytes, time_limit_seconds) if searches else (solved(profile), profile)
         )
