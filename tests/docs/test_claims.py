@@ -68,12 +68,23 @@ def span(steps: Frame) -> tuple[str, str]:
     return f"{steps.min():.0f}", f"{steps.max():.0f}"
 
 
+def exact_plans(models: Frame) -> tuple[object, ...]:
+    plans = models[models.measured_bytes.notna()]
+    return models.model.nunique(), int(plans.differs.isna().sum()), len(plans), none_or(len(above_unannounced(plans)))
+
+
 # fmt: off
 CLAIMS = [
     Claim("README.md", r"(\d+) of (\d+) equal to the byte, (\w+) above\]\(\S+/fidelity.md", "results/fidelity",
           lambda t: (to_the_byte(t), len(t), none_or(len(above(t))))),
     Claim("README.md", r"(\d+) of (\d+) equal, (\d+) above\]\(\S+/graph-fidelity.md", "results/graph-fidelity",
           lambda t: (to_the_byte(t), len(t), len(above(t)))),
+    Claim("README.md", r"(\d+) models of .*? \[(\d+) of (\d+) plans exact, (\w+) above (?:its|their) budgets?\]",
+          "results/packages", exact_plans),
+    Claim("README.md", r"\[(\d+) to (\d+) plain steps, and ([\d.]+) % faster to ([\d.]+) % slower\]",
+          "results/overhead",
+          lambda t: (span(t.profile_in_plain_steps)[0], span(t.with_menus_in_plain_steps)[1],
+                     *(f"{abs(100 * each):.1f}" for each in (t.planned_over_plain - 1).agg(["min", "max"])))),
     Claim("README.md", r"off by (\d+) % \(median\), ([\d.]+) of a step\]", "results/extra-seconds",
           lambda t: (f"{100 * off(t).median():.0f}", f"{(t.predicted_extra - t.measured_extra).abs().median():.3f}")),
     Claim("README.md", r"DDP \[(\d+) of (\d+) equal to the byte, (\w+) above\]", "results/distributed-ddp",
