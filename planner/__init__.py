@@ -14,7 +14,7 @@ refuse_hidden_packages()
 
 from profiler.public_names import lazy_names  # noqa: E402
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from planner import errors as errors, results as results, zoo as zoo
