@@ -99,7 +99,8 @@ def programs_of(graph: JointGraph, order: StepOrder) -> tuple[fx.GraphModule, fx
 def outputs_program(graph: JointGraph, order: StepOrder) -> fx.GraphModule:
     """The program of a forward that hands nothing over: it takes the graph's inputs and returns its outputs."""
     by_name = {op.name: op for op in graph.ops}
-    writer = _Writer(_Values(graph), (), ())
+    runs = Counter(by_name[name] for name in order.forward)
+    writer = _Writer(_Values(graph), (op for op in runs if runs[op] > 1), ())
     for node in graph.inputs:
         writer.take(node)
     for name in order.forward:

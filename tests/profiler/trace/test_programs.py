@@ -67,3 +67,18 @@ def test_programs_take_no_items_that_nobody_reads() -> None:
     once = order_of(captured.graph)
     for program in programs_of(captured.graph, StepOrder(once.forward, (*once.forward, *once.backward))):
         assert all(item.users for item in program.graph.find_nodes(op="call_function", target=operator.getitem))
+
+
+def test_a_forward_that_keeps_nothing_may_draw_again_what_it_has_drawn() -> None:
+    """Where an op runs again before the forward's end, it draws the same numbers, and none beside them."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    args = (torch.randn(4, 8, requires_grad=True),)
+    captured = capture_call(module, module.forward, args, {})
+    once = order_of(captured.graph)
+    program = CallProgram(captured, StepOrder((*once.forward, *once.forward), once.backward)).bound(module)
+    torch.manual_seed(7)
+    expected, state = module(*args), torch.get_rng_state()
+    torch.manual_seed(7)
+    (output,) = program.outputs(args, {})
+    assert torch.equal(output, expected)
+    assert torch.equal(torch.get_rng_state(), state)
