@@ -89,8 +89,8 @@ CLAIMS = [
           lambda t: (f"{100 * off(t).median():.0f}", f"{(t.predicted_extra - t.measured_extra).abs().median():.3f}")),
     Claim("README.md", r"DDP \[(\d+) of (\d+) equal to the byte, (\w+) above\]", "results/distributed-ddp",
           lambda t: (to_the_byte(t), len(t), none_or(len(above(t))))),
-    Claim("README.md", r"at most ([\d.]+) % off, (\d+) of (\d+) above by ([\d.]+) %\]", "results/distributed-fsdp2",
-          lambda t: (f"{t.error_percent.abs().max():.1f}", len(above(t)), len(t), f"{above(t).max():.1f}")),
+    Claim("README.md", r"at most ([\d.]+) % off, (\w+) of (\d+) above\]", "results/distributed-fsdp2",
+          lambda t: (f"{t.error_percent.abs().max():.1f}", none_or(len(above(t))), len(t))),
     Claim("README.md", r"(\d+) runs \| \[losses equal bit for bit, (\w+) above its budget\]", "results/trainers",
           lambda t: (int(t.losses_equal.sum()), none_or(len(above(t))))),
     Claim("README.md", r"\[([\d.]+) of the plain speed\]", "results/headline",
@@ -105,12 +105,12 @@ CLAIMS = [
           "results/catalogue", lambda t: (len(above_unannounced(t)), len(t), most_bytes_above(t))),
     Claim("docs/limitations.md", r"(\d+) of (\d+) of \[other packages\]\(\S+ \(by ([\d,]+) bytes\)", "results/packages",
           lambda t: (len(above_unannounced(t)), int(t.measured_bytes.notna().sum()), f"{most_bytes_above(t):,}")),
-    Claim("docs/limitations.md", r"(\d+) of (\d+) under \[`fully_shard`\]\(\S+ \(by at most ([\d.]+) %\)",
-          "results/distributed-fsdp2", lambda t: (len(above_unannounced(t)), len(t), f"{above(t).max():.1f}")),
+    Claim("docs/limitations.md", r"(\w+) of (\d+) under \[`fully_shard`\]", "results/distributed-fsdp2",
+          lambda t: (none_or(len(above_unannounced(t))), len(t))),
     Claim("docs/limitations.md", r"on a GPU (\d+) of (\d+) \(by (\d) MiB\)", "results-gpu/catalogue-cuda",
           lambda t: (len(above_unannounced(t)), len(t), most_bytes_above(t) // 2**20)),
-    Claim("docs/distributed.md", r"\[(\d+) of (\d+) plans\]\(\S+ on two ranks .* by ([\d.]+) and ([\d.]+) %",
-          "results/distributed-fsdp2", lambda t: (len(above(t)), len(t), *(f"{each:.1f}" for each in above(t)))),
+    Claim("docs/distributed.md", r"\[(\w+) of (\d+) plans\]\(\S+ on two ranks", "results/distributed-fsdp2",
+          lambda t: (none_or(len(above(t))), len(t))),
     Claim("docs/distributed.md", r"\[(\d+) of (\d+)\]\(\S+ on four, by ([\d.]+) %", "results/distributed-fsdp2-4",
           lambda t: (len(above(t)), len(t), *(f"{each:.2f}" for each in above(t)))),
     Claim("docs/estimate.md", r"(\d+) of (\d+) steps of (\d+) models, .* were within 0.1 %", "results/estimates-peaks",
@@ -154,7 +154,7 @@ def test_a_page_claims_what_its_table_says(claim: Claim) -> None:
     assert disagreement(claim, (ROOT / claim.page).read_text(encoding="utf-8")) == ""
 
 
-@pytest.mark.parametrize("changed", ["[42 of 42 equal", "[4 of 42 equal", "[most are equal"])
+@pytest.mark.parametrize("changed", ["[41 of 42 equal", "[4 of 42 equal", "[most are equal"])
 def test_a_sentence_that_claims_something_else_is_found(changed: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert disagreement(CLAIMS[0], re.sub(r"\[\d+ of \d+ equal", changed, text, count=1))
