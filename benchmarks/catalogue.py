@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from benchmarks.budgets import smallest_budget
 from benchmarks.catalogue_families import FAMILIES, Batch, Family
-from benchmarks.one_step import smallest_budget
 from benchmarks.outside_meter import meter_on
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from profiler.workload.tensor_trees import map_tensors

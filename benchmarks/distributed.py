@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 import planner
+from benchmarks.budgets import even_budgets
 from benchmarks.distributed_engines import ENGINES, SIZES, STEPS, Engine, Training, training, workload_of
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.rank_processes import values_of_ranks
@@ -31,7 +31,7 @@ def on_rank(rank: int, model: str, kind: str, settings: str, budgets: int) -> li
     solving: dict[str, Any] = {"reshard": "solve"} if settings.startswith("reshard=") else {}
     unplanned, seen = trained(model, engine, None)
     rows = []
-    for budget in budgets_of(profile, solving, budgets):
+    for budget in even_budgets(profile, budgets, **solving):
         plan = planner.solve(profile, budget, **solving)
         measured_bytes, got = trained(model, engine, plan)
         rows.append(
@@ -46,16 +46,6 @@ def on_rank(rank: int, model: str, kind: str, settings: str, budgets: int) -> li
             }
         )
     return rows
-
-
-def budgets_of(profile: planner.Profile, solving: dict[str, Any], count: int) -> list[int]:
-    """Equal steps from the unplanned peak to the smallest feasible budget."""
-    try:
-        planner.solve(profile, 1, **solving)
-    except planner.Infeasible as refusal:
-        largest, smallest = profile.unplanned_peak_bytes, refusal.minimum_budget_bytes
-        return [int(b) for b in np.linspace(largest, smallest, count, dtype=np.int64)]
-    raise AssertionError("a budget of one byte cannot be feasible")
 
 
 def trained(model: str, engine: Engine, plan: planner.Plan | None) -> tuple[int, list[tuple[float, str]]]:

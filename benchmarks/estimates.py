@@ -25,10 +25,10 @@ import torch
 
 import planner
 from benchmarks import catalogue
+from benchmarks.budgets import smallest_budget
 from benchmarks.catalogue_families import FAMILIES
 from benchmarks.fidelity import GPU_SETTINGS
 from benchmarks.interleaving import in_turns
-from benchmarks.one_step import smallest_budget
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.zoo import build, names
 from profiler.device_record import DeviceRecord, OpRate

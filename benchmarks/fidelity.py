@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import planner
+from benchmarks.budgets import even_budgets
 from benchmarks.interleaving import interleaved
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.zoo import build
@@ -33,7 +32,7 @@ def rows_of(name: str, device: str, precision: str, solver: str, rounds: int) ->
     settings = GPU_SETTINGS[name] if device.startswith("cuda") else {}
     workload = build(name, device=device, precision=precision, **settings)
     profile = planner.profile(workload)
-    for budget in budgets_of(profile, solver):
+    for budget in even_budgets(profile, BUDGETS, solver=solver):
         plan = planner.solve(profile, budget, solver=solver)
         times = interleaved(workload, plan, rounds)
         with planner.apply(workload.model, plan):
@@ -52,16 +51,6 @@ def rows_of(name: str, device: str, precision: str, solver: str, rounds: int) ->
             "predicted_slowdown": plan.slowdown,
             "measured_slowdown": times.ratio,
         }
-
-
-def budgets_of(profile: planner.Profile, solver: str) -> list[int]:
-    """Equal steps from the unplanned peak to the smallest feasible budget."""
-    try:
-        planner.solve(profile, 1, solver=solver)
-    except planner.Infeasible as error:
-        smallest = error.minimum_budget_bytes
-        return [int(b) for b in np.linspace(profile.unplanned_peak_bytes, smallest, BUDGETS, dtype=np.int64)]
-    raise AssertionError("a budget of one byte cannot be feasible")
 
 
 def main() -> None:

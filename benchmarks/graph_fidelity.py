@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import planner
 from benchmarks.branching_models import BUILDERS
+from benchmarks.budgets import even_budgets
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.runtime.applier import Backend
 from planner.zoo import build
@@ -34,7 +34,7 @@ def rows_of(name: str, backend: Backend, device: str) -> Iterator[dict[str, Any]
     workload = workload_of(name, device)
     expected = values_of(workload)
     profile = planner.profile(workload)
-    for budget in budgets_of(profile):
+    for budget in even_budgets(profile, BUDGETS):
         plan = planner.solve(profile, budget)
         with planner.apply(workload.model, plan, backend=backend):
             measured_bytes = planner.measure(workload, repeats=1).peak_bytes
@@ -67,16 +67,6 @@ def values_of(workload: planner.Workload) -> list[torch.Tensor]:
 def is_same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
     """Bit for bit."""
     return len(expected) == len(found) and all(map(torch.equal, expected, found))
-
-
-def budgets_of(profile: planner.Profile) -> list[int]:
-    """Equal steps from the unplanned peak to the smallest feasible budget."""
-    try:
-        planner.solve(profile, 1)
-    except planner.Infeasible as error:
-        smallest = error.minimum_budget_bytes
-        return [int(b) for b in np.linspace(profile.unplanned_peak_bytes, smallest, BUDGETS, dtype=np.int64)]
-    raise AssertionError("a budget of one byte cannot be feasible")
 
 
 def main() -> None:

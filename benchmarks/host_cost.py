@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from benchmarks.one_step import smallest_budget
+from benchmarks.budgets import smallest_budget
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from profiler.workload.workload import Workload
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from benchmarks.budgets import smallest_budget
 from benchmarks.outside_meter import meter_on
 from benchmarks.reporting import RESULTS, result_name, write_rows
 from planner.zoo import build
@@ -210,10 +211,7 @@ def training(name: str, **settings: Any) -> Training:
 def smallest_plan(workload: Workload) -> planner.Plan:
     """The plan that needs the least memory, and no more than that for its budget."""
     profile = planner.profile(workload)
-    try:
-        return planner.solve(profile, 1)
-    except planner.Infeasible as refusal:
-        return planner.solve(profile, refusal.minimum_budget_bytes)
+    return planner.solve(profile, smallest_budget(profile))
 
 
 def row(name: str, loop: Loop, **settings: Any) -> dict[str, Any]:

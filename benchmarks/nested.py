@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import planner
+from benchmarks.budgets import smallest_budget
 from benchmarks.interleaving import interleaved
 from benchmarks.reporting import MIB, RESULTS, result_name, write_rows
 from planner.zoo import build
@@ -40,11 +41,8 @@ def rows_of(workload: planner.Workload) -> Iterator[dict[str, Any]]:
         if method != "keep_all":
             best = planner.solve(profile, plan.predicted_peak_bytes, solver="rotor")
             yield row(workload, profile, best, f"rotor at the peak of {method}")
-    try:
-        planner.solve(profile, 1, solver="rotor")
-    except planner.Infeasible as error:
-        smallest = planner.solve(profile, error.minimum_budget_bytes, solver="rotor")
-        yield row(workload, profile, smallest, "rotor at its smallest budget")
+    smallest = planner.solve(profile, smallest_budget(profile, solver="rotor"), solver="rotor")
+    yield row(workload, profile, smallest, "rotor at its smallest budget")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 import planner
-from benchmarks.one_step import smallest_budget
+from benchmarks.budgets import smallest_budget
 from benchmarks.peer_turns import in_turns, timed_step
 from benchmarks.reporting import MIB, RESULTS, result_name, write_result
 from benchmarks.simulated_gpu import on_gpu, repeated

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import planner
 from profiler.measurement.meter import metered, step_memory_meter, time_meter
 from profiler.workload.workload import Workload
 
@@ -19,12 +17,3 @@ def seconds_of(workload: Workload) -> float:
     """Seconds of one step that begins without gradients."""
     workload.zero_grad()
     return metered(time_meter(workload.device), workload.step).seconds
-
-
-def smallest_budget(profile: planner.Profile, **options: Any) -> int:
-    """The smallest budget that a plan is known for, with options of ``planner.solve``; by a refusal."""
-    try:
-        planner.solve(profile, 1, **options)
-    except planner.Infeasible as refusal:
-        return refusal.minimum_budget_bytes
-    raise AssertionError("a budget of one byte cannot be feasible")

@@ -72,7 +72,7 @@ def result_of(table: Table, folder: Path = RESULTS) -> ResultFile:
 
 
 def minutes_taken(benchmark: Benchmark, folder: Path = RESULTS) -> str:
-    """Minutes that the command took until its last table was there; a question mark where no table says so."""
+    """Returns the minutes that the command took to write its tables; a question mark where no table says so."""
     results = [result_of(table, folder) for table in benchmark.tables]
     facts = " ".join(result.fact("date") for result in results if result.exists)
     seconds = [int(each) for each in re.findall(r"had taken (\d+) s", facts)]

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 import planner
+from benchmarks.budgets import smallest_budget
 from benchmarks.fuzz.cases import Case, Model
 from benchmarks.fuzz.observed import differences, left_by
 from benchmarks.fuzz.script import promised, source
-from benchmarks.one_step import smallest_budget
 
 Verdict = Literal[
     "exact", "said", "refused", "infeasible", "no case", "wrong", "crash", "over", "speechless", "unrestored"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import planner
-from benchmarks.one_step import smallest_budget
+from benchmarks.budgets import smallest_budget
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.packages.training import PackageModel, Training
 
