@@ -154,13 +154,13 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, type(tensor), tensor.requires_grad
 
 
 def _differing(found: tuple[Any, ...], captured: tuple[Any, ...]) -> str:
     """How the layout of a tensor differs from the captured one, as the end of a sentence."""
-    if found[:4] == captured[:4] and found[5] is captured[5]:
-        return "takes a gradient, and took none" if found[4] else "takes no gradient, and took one"
+    if found[:-1] == captured[:-1]:
+        return "takes a gradient, and took none" if found[-1] else "takes no gradient, and took one"
     return "lies otherwise"
 
 
