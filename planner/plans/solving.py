@@ -37,7 +37,7 @@ from profiler.progress import tell
 from profiler.records import MenuRecord, Profile
 from solvers import Chain, Problem, Solution, replay, solve_chain
 from solvers.chain.lower_bound import bound_seconds
-from solvers.chain.micro_batches import Beside, solve_beside_others, without_others
+from solvers.chain.micro_batches import Beside, solve_beside_others, with_others, without_others
 from solvers.chain.persistent import shortage
 
 if TYPE_CHECKING:
@@ -189,15 +189,14 @@ def _solved(
         seconds_outside_chain = profile.unplanned_seconds - chain.unplanned_seconds
         with_units = with_units_gathered(chain, profile, gathered)
         problem = Problem(chain=with_units, budget_bytes=planned_bytes, link=link, accepts=accepts)
+        if profile.in_flight:
+            problem = replace(problem, chain=lone_chain_of(profile))
+        numbers = [stage.menu for stage in profile.stages]
         try:
-            if profile.in_flight:
-                problem = replace(problem, chain=lone_chain_of(profile))
-                problem, solution = feasible_beside_others(problem, profile.in_flight, method, time_limit_seconds)
-            else:
-                solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
+            problem, solution = _feasible_with_programs(
+                problem, numbers, profile.menus, profile.in_flight, method, time_limit_seconds, seconds_outside_chain
+            )
         except Infeasible as refusal:
-            numbers = [stage.menu for stage in profile.stages]
-            refusal = held_against_any_programs(refusal, problem, numbers, profile.menus, seconds_outside_chain)
             raise explained(refusal, profile) from refusal
         only = method == OFFLOAD_ONLY
         return plan_of(profile, problem, solution, no_offload=why, offload_only=only, gathered=gathered)
@@ -206,10 +205,10 @@ def _solved(
         def solved(profile: Profile) -> Plan:
             return plan_with(profile, gathered, planned_bytes)
 
-        searches = method in _SEARCH_FOR_PROGRAMS
-        plan, chosen = (
-            first_plan(profile, solved, planned_bytes, time_limit_seconds) if searches else (solved(profile), profile)
-        )
+        if method in _SEARCH_FOR_PROGRAMS:
+            plan, chosen = first_plan(profile, solved, planned_bytes, time_limit_seconds)
+        else:
+            plan, chosen = solved(profile), profile
         return faster_with_exact_programs(plan, chosen, solved, time_limit_seconds)
 
     def plan_within(planned_bytes: int) -> Plan:
@@ -364,13 +363,10 @@ def replan(plan: Plan, budget_bytes: int, *, solver: str = "auto", time_limit_se
     method = OFFLOAD_ONLY if plan.offload_only else solver
     if plan.in_flight:
         problem = replace(problem, chain=without_others(chain, plan.in_flight, plan.schedule))
-        problem, solution = feasible_beside_others(problem, plan.in_flight, method, time_limit_seconds)
-    else:
-        try:
-            solution = feasible_solution(problem, method, time_limit_seconds, seconds_outside_chain)
-        except Infeasible as refusal:
-            numbers = [stage.menu for stage in plan.stages]
-            raise held_against_any_programs(refusal, problem, numbers, plan.menus, seconds_outside_chain) from refusal
+    numbers = [stage.menu for stage in plan.stages]
+    problem, solution = _feasible_with_programs(
+        problem, numbers, plan.menus, plan.in_flight, method, time_limit_seconds, seconds_outside_chain
+    )
     fields = schedule_fields(problem, solution, plan.stages, plan.menus, seconds_outside_chain)
     return complete(replace(plan, budget_bytes=budget_bytes + plan.headroom_bytes, chain=problem.chain, **fields))
 
@@ -463,6 +459,34 @@ def feasible_solution(
     """
     solution = solve_chain(problem, solver=solver, time_limit_seconds=time_limit_seconds)
     return require_schedule(solution, problem.budget_bytes, solver, seconds_outside_chain)
+
+
+def _feasible_with_programs(
+    problem: Problem,
+    numbers: Sequence[int],
+    menus: Sequence[MenuRecord],
+    in_flight: Beside,
+    solver: str,
+    time_limit_seconds: float | None,
+    seconds_outside_chain: float,
+) -> tuple[Problem, Solution]:
+    """The problem that was solved and the solver's answer; a refusal's claims hold for all programs of the stages.
+
+    Args:
+        problem: of one micro-batch alone, where several are ``in_flight``.
+        numbers: of each stage that of its menu; -1 for none.
+        menus, in_flight: of the stages.
+        solver, time_limit_seconds, seconds_outside_chain: as ``feasible_solution`` takes them.
+    """
+    try:
+        if in_flight:
+            return feasible_beside_others(problem, in_flight, solver, time_limit_seconds)
+        return problem, feasible_solution(problem, solver, time_limit_seconds, seconds_outside_chain)
+    except Infeasible as refusal:
+        others_keep_nothing = replace(problem, chain=with_others(problem.chain, in_flight, kept_bytes=0))
+        raise held_against_any_programs(
+            refusal, others_keep_nothing, numbers, menus, seconds_outside_chain
+        ) from refusal
 
 
 def feasible_beside_others(

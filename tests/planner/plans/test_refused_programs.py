@@ -55,3 +55,21 @@ def test_it_is_proven_that_no_plan_fits_only_where_no_program_can(
     with pytest.raises(planner.Infeasible) as refusal:
         planner.solve(not_found, 1)
     assert refusal.value.status == "infeasible"
+
+
+def test_the_same_holds_beside_other_micro_batches(
+    found: planner.Profile, not_found: planner.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_programs, "with_exact_programs", lambda profile, *_: profile)
+    some, few = (replace(each, in_flight=((1, 0),)) for each in (found, not_found))
+    with pytest.raises(planner.Infeasible) as refusal:
+        planner.solve(some, 1)
+    fitting_bytes = refusal.value.minimum_budget_bytes  # with programs that ``few`` has not
+    largest = planner.solve(few, "400%")
+    for budget_bytes, status in ((1, "infeasible"), (fitting_bytes, "unknown")):
+        with pytest.raises(planner.Infeasible) as refusal:
+            planner.solve(few, budget_bytes)
+        assert refusal.value.status == status
+        with pytest.raises(planner.Infeasible) as refusal:
+            replan(largest, budget_bytes)
+        assert refusal.value.status == status
