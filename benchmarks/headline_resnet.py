@@ -49,7 +49,7 @@ def _leanest(profile: planner.Profile, stated: planner.Plan, best: planner.Plan)
 
 def rows_of(workload: planner.Workload, rounds: int) -> list[dict[str, Any]]:
     """The unplanned model and the three plans, timed in turns."""
-    plans = plans_of(planner.profile(workload))
+    plans = plans_of(planner.profile(workload, rules=CHECKPOINTS))
     peaks = {"no plan": planner.measure(workload, repeats=1).peak_bytes}
     for name, plan in plans.items():
         with planner.apply(workload.model, plan):

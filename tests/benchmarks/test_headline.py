@@ -120,8 +120,8 @@ def test_a_search_gives_one_row_for_each_way_that_is_open() -> None:
 
 
 def test_resnet_checkpoints_are_the_16_residual_sums_and_the_solver_is_no_worse() -> None:
-    profile = planner.profile(build("resnet50", hidden=2, image=32, batch=2), menus=False)
-    plans = headline_resnet.plans_of(profile)
+    workload = build("resnet50", hidden=2, image=32, batch=2)
+    plans = headline_resnet.plans_of(planner.profile(workload, menus=False, rules=headline_resnet.CHECKPOINTS))
     stated = plans["by hand"]
     assert sum(stage.name.count(".layers.") for stage in stated.stages if stage.decision != "keep") == 16
     assert plans["solver, same budget"].predicted_peak_bytes <= stated.predicted_peak_bytes
