@@ -55,6 +55,7 @@ def call_replay(
     gradients_held: bool = False,
     outputs_held: bool = False,
     argument_bytes: Mapping[int, int] = MappingProxyType({}),
+    copied_gradient_bytes: int = 0,
 ) -> CallReplay:
     """The replay of an order of the runs of a call's ops.
 
@@ -64,6 +65,7 @@ def call_replay(
         gradients_held: others hold the gradients of what the call returned until its backward is over.
         outputs_held: others hold what it returned until then.
         argument_bytes: the size of the arguments that are freed when backward has read them.
+        copied_gradient_bytes: by which more is alive while autograd copies gradients, when backward has made all.
     """
     replay = replay_step(graph, runs, gradients_held=gradients_held, outputs_held=outputs_held)
     sizes = [storage.size_bytes for storage in graph.storages] + [op.state_bytes for op in graph.ops]
@@ -75,21 +77,23 @@ def call_replay(
         kept_output_bytes=sum(sizes[number] for number in replay.handed & returned),
         forward_peak_bytes=replay.forward.peak_bytes,
         backward_peak_bytes=replay.backward.peak_bytes,
-        above_start_bytes=_above_start(graph, runs, replay.backward, argument_bytes),
+        above_start_bytes=_above_start(graph, runs, replay.backward, argument_bytes, copied_gradient_bytes),
         arguments=frozenset(number for ordinal in runs.backward for number in graph.ops[ordinal].arguments),
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
     )
 
 
-def _above_start(graph: StepGraph, runs: StepRuns, replay: SideReplay, argument_bytes: Mapping[int, int]) -> int:
+def _above_start(
+    graph: StepGraph, runs: StepRuns, replay: SideReplay, argument_bytes: Mapping[int, int], copied_gradient_bytes: int
+) -> int:
     """The peak of backward above what is there as it begins; an argument goes after the run that reads it last."""
     last = {n: place for place, ordinal in enumerate(runs.backward) for n in graph.ops[ordinal].arguments}
     above, gone_bytes = 0, 0
     for place, peak_bytes in enumerate(replay.peaks):
         above = max(above, peak_bytes - replay.start_bytes - gone_bytes)
         gone_bytes += sum(size for number, size in argument_bytes.items() if last.get(number) == place)
-    return above
+    return max(above, replay.end_bytes + copied_gradient_bytes - replay.start_bytes - gone_bytes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -179,6 +179,8 @@ class MenuRecord:
         unread: attributes in which the stages' modules differ, and which their graph does not depend on.
         gradients_held: the gradients of what some of the stages return are held by others until their backward is over.
         outputs_held: so is what some of them return.
+        copied_gradient_bytes: by which more is alive after backward than the gradients that it has made, while autograd
+            copies those of parameters that have other strides than the parameter.
     """
 
     ops: StageOps
@@ -192,6 +194,7 @@ class MenuRecord:
     unread: tuple[str, ...] = ()
     gradients_held: bool = False
     outputs_held: bool = False
+    copied_gradient_bytes: Bytes = 0
 
     def check_positions(self) -> None:
         """Raises ValueError where it refers to an op or a storage that it does not have."""
@@ -227,7 +230,14 @@ class MenuRecord:
         held_by_others = product(sorted({False, self.gradients_held}), sorted({False, self.outputs_held}))
         replays = [
             [
-                call_replay(self.graph, order, argument_bytes=freed, gradients_held=gradients, outputs_held=outputs)
+                call_replay(
+                    self.graph,
+                    order,
+                    argument_bytes=freed,
+                    gradients_held=gradients,
+                    outputs_held=outputs,
+                    copied_gradient_bytes=self.copied_gradient_bytes,
+                )
                 for order in (once.runs, runs)
             ]
             for gradients, outputs in held_by_others

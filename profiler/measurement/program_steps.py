@@ -242,6 +242,7 @@ class ProgramSteps:
             graph=graph,
             unread=tuple(sorted(captured.unread)),
             gradients_held=any(captured.once[k].gradients_held for k in group.members),
+            copied_gradient_bytes=max(captured.once[k].copied_gradient_bytes for k in group.members),
         )
         if captured.orders is None:
             captured.orders = made_by_rank0(lambda: [*programs(graph)])

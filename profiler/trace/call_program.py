@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, distributed, fx, nn
+from torch import Tensor, fx, nn
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -17,7 +17,8 @@ from profiler.recomputation.saved_tensors import RerunError, Values, some_values
 from profiler.trace.captured_call import CapturedCall
 from profiler.trace.joint_graph import CaptureError, draws, is_view, step_graph_of
 from profiler.trace.programs import AGAIN, AsInForward, StepOrder, outputs_program, programs_of, with_direct_calls
-from profiler.workload.data_parallel import called_as_unit, units_of
+from profiler.workload.data_parallel import adds_up_in_order, called_as_unit, units_of
+from profiler.workload.tensor_parts import copied_gradient_bytes
 from profiler.workload.tensor_trees import tensors_in, with_tensors
 from profiler.workload.torch_state import flags_now
 
@@ -225,11 +226,14 @@ class BoundProgram:
         watches_gradients: whether backward looks at who else holds the gradients of what a call returned.
         gradients_held: whether others held a gradient of what a call returned when its backward was over.
         lay_otherwise: whether a gradient of what a call returned lay otherwise than the traced one.
+        copied_gradient_bytes: by which more was alive while autograd copied gradients that have other strides than the
+            parameter.
     """
 
     def __init__(self, program: CallProgram, module: nn.Module) -> None:
         self.program, self.module = program, module
         self.watches_gradients = self.gradients_held = self.lay_otherwise = False
+        self.copied_gradient_bytes = 0
         tables = [None if isinstance(each, int) else _table_of(module, each) for each in program.captured.sources]
         self._sources = [*zip(tables, program.captured.sources, strict=True)]
         units, sources = units_of(module), program.captured.sources
@@ -293,6 +297,12 @@ class BoundProgram:
         for number, (_, stride) in zip(program.captured.tangents, program.layouts, strict=True):
             self.lay_otherwise = self.lay_otherwise or gradients[number].stride() != stride
 
+    def look_at_copies(self, made: Sequence[Tensor | None]) -> None:
+        """Backward has made these gradients; until autograd has taken the last, all of them are alive."""
+        sources = [self._sources[number][0] for number, _ in self.program.contributions]
+        pairs = [(t[0][t[1]], one) for t, one in zip(sources, made, strict=True) if t is not None and one is not None]
+        self.copied_gradient_bytes = max(self.copied_gradient_bytes, copied_gradient_bytes(pairs))
+
     def write(self, values: Sequence[Tensor]) -> None:
         """Put the new contents into the buffers that the forward changes."""
         for (table, name, is_uncounted), value in zip(self._written, values, strict=True):
@@ -338,14 +348,6 @@ class BoundProgram:
             return list(made)
         arguments, own = tensors_in((args, kwargs)), iter(made)
         return [next(own) if n is None else arguments[n] for n in self.program.captured.passed_on]
-
-
-def adds_up_in_order() -> bool:
-    """Whether the order in which gradients of parameters come makes a difference to what they are.
-
-    Where more than two ranks add them up, the place of each in what is added up does, and that is by when they came.
-    """
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 2
 
 
 def _table_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
@@ -404,6 +406,8 @@ class _Call(torch.autograd.Function):
         taken = [StorageWeakRef(gradients[number].untyped_storage()) for number in watched]
         made = program.gradients(saved, gradients, ctx.flags)
         bound.gradients_held = bound.gradients_held or not all(storage.expired() for storage in taken)
+        if bound.watches_gradients:
+            bound.look_at_copies(made)
         return (None, None, None, *made)
 
 

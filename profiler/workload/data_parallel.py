@@ -376,6 +376,14 @@ def _give_back(groups: Iterable[Any], *_: Any) -> None:
                 group.reshard()
 
 
+def adds_up_in_order() -> bool:
+    """Whether the order in which gradients of parameters come makes a difference to what they are.
+
+    Where more than two ranks add them up, the place of each in what is added up does, and that is by when they came.
+    """
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 2
+
+
 # Torch's insides -------------------------------------------------------------
 
 

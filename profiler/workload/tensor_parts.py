@@ -221,3 +221,34 @@ def distinct_bytes(tensors: Iterable[Tensor]) -> int:
             else:
                 seen[storage_key(tensor)] = part.nbytes
     return sum(seen.values())
+
+
+# Elements of a block in which copies of transposed matrices are made (``aten/src/ATen/native/Copy.cpp``).
+_TURNED_AT_ONCE = 60 * 60
+
+
+def copied_gradient_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
+    """The most bytes by which more is alive while autograd makes gradients of parameters their ``.grad``.
+
+    A first gradient that has its parameter's strides is taken as it is, others are copied one by one
+    (``torch/csrc/autograd/functions/accumulate_grad.h``); a later one is added to what is there.
+
+    Args:
+        pairs: each parameter with what backward has made for it.
+    """
+    copied: dict[int, int] = {}
+    memory_bytes: dict[int, int] = {}
+    buffer_bytes = 0
+    for parameter, gradient in pairs:
+        if not parameter.is_leaf or parameter.grad is not None or gradient.shape != parameter.shape:
+            continue
+        strides = zip(parameter.shape, gradient.stride(), parameter.stride(), strict=True)
+        if any(made != wanted for size, made, wanted in strides if size != 1):
+            key, copy_bytes = storage_key(gradient), parameter.numel() * parameter.element_size()
+            copied[key] = copied.get(key, 0) + copy_bytes
+            memory_bytes[key] = storage_of(gradient).nbytes()
+            if gradient.dim() == 2 and gradient.device.type == "cpu" and parameter.numel() >= _TURNED_AT_ONCE:
+                buffer_bytes = max(buffer_bytes, _TURNED_AT_ONCE * parameter.element_size())
+    # Memory under several gradients goes when the last of them is copied.
+    more_bytes = sum(max(0, copied[key] - memory_bytes[key]) for key in copied)
+    return more_bytes + buffer_bytes + max((min(copied[key], memory_bytes[key]) for key in copied), default=0)

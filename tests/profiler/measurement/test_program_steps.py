@@ -59,6 +59,7 @@ class Bound:
     """Stands for the program of a stage, of which only this is asked here."""
 
     gradients_held = True
+    copied_gradient_bytes = 3
 
 
 def steps_of(probe: StageProbe) -> ProgramSteps:
@@ -80,6 +81,7 @@ def measured(probe: StageProbe, groups: list[OptionGroup], programs: ProposeRuns
 def test_a_menu_has_the_program_that_was_measured_first_and_others_as_their_replay_says() -> None:
     (menu,) = measured(StatedProbe(), [group([0, 1])])
     assert menu.graph == step_graph() and menu.opaque == "" and menu.gradients_held
+    assert menu.copied_gradient_bytes == 3
     assert (menu.keep_forward_seconds, menu.keep_backward_seconds) == (1.0, 4.0)
     once, again = menu.options
     assert menu.once is once and once.runs == runs_once(step_graph()) and once.rerun == () and once.ops_again == 0
