@@ -27,7 +27,7 @@ from profiler.measurement.measuring import Measuring, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
-from profiler.measurement.unsteady_bytes import what_is_drawn
+from profiler.measurement.unsteady_bytes import largest_drawn
 from profiler.records import Profile
 from profiler.simulation.simulated_device import SimulatedDevice
 from profiler.trace.partition import Stages, StagesError
@@ -149,12 +149,15 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             if limit_bytes is not None:
                 frugal_first_step(workload, request.stages, limit_bytes)
             _choose_forward(workload, state_of_modules, frugal=limit_bytes is not None)
+            report("look for what is drawn at random")
+            largest_from, drawn = largest_drawn(workload, randomness, keeps=limit_bytes is None)
+            if largest_from is not randomness:
+                randomness = largest_from
+                _begin_again_from(randomness, workload, request, state_of_modules, limit_bytes)
             resident = resident_bytes_of(workload)
             measuring = Measuring(workload, resident, state_of_modules, randomness, report, limit_bytes)
             measured = measuring.measure(request.stages, request.programs, every_stage=request.every_stage)
             profile = assemble(workload, measured, resident)
-            report("look for what is drawn at random")
-            drawn = what_is_drawn(workload, randomness, keeps=limit_bytes is None)
         except StagesError:
             raise
         except Exception as error:
@@ -172,6 +175,19 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             return _estimated_for(simulated, profile)
         # A step that runs forward several times would send as often as that over the link.
         return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
+
+
+def _begin_again_from(
+    randomness: RandomState, workload: Workload, request: _Request, state: TensorsOfState, limit_bytes: int | None
+) -> None:
+    """Warms up, and chooses a forward, once more: it may be the first step with gradients of some of the parameters."""
+    randomness.restore()
+    if limit_bytes is None:
+        first_plain_step(workload)
+    else:
+        frugal_first_step(workload, request.stages, limit_bytes)
+    randomness.restore()
+    _choose_forward(workload, state, frugal=limit_bytes is not None)
 
 
 def _estimated_for(simulated: SimulatedDevice, profile: Profile) -> Profile:

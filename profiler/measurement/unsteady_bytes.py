@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from profiler.agreement import any_rank
+from profiler.agreement import agreed, any_rank
 from profiler.records import ResidentBytes
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
@@ -66,30 +66,42 @@ def what_follows_the_batch(workload: Workload, trace: Trace, stages: Sequence[Ch
     )
 
 
-_FORWARDS = 3  # from other random numbers than the profiled step's
+_FEW, _MANY = 4, 16  # forwards: to see that random numbers decide, and to find a large one then
 
 
-def what_is_drawn(workload: Workload, randomness: RandomState, *, keeps: bool) -> tuple[str, ...]:
-    """One line where the random numbers of a step decide what it runs; none where nothing is drawn.
+def largest_drawn(workload: Workload, randomness: RandomState, *, keeps: bool) -> tuple[RandomState, tuple[str, ...]]:
+    """Returns the random numbers to profile a step from, and one line where they decide what it runs.
 
-    Runs a forward from the random numbers of the profile, and a few from others; the caller preserves the workload.
+    Runs a forward from the random numbers given, and a few from others. Where these run something else, and where what
+    is saved differs, some more are run, and the numbers returned are those of the forward that saves most tensors. The
+    caller preserves the workload.
 
     Args:
         workload: the workload of the profile.
-        randomness: the random states that the profiled steps began from.
+        randomness: the random states that a step would begin from; returned where nothing is drawn.
         keeps: whether forwards may keep what autograd saves.
     """
     randomness.restore()
-    profiled = _forward_run(workload, keeps=keeps)
+    states, runs = [randomness], [_forward_run(workload, keeps=keeps)]
     if not any_rank(randomness.torch_differs() or randomness.host_differs()):
-        return ()
-    others = [_forward_run(workload, keeps=keeps) for _ in range(_FORWARDS)]
-    if all(other == profiled for other in others):
-        return ()
-    counts = sorted({run.calls.total() for run in (profiled, *others)})
-    return (
-        f"random numbers decide what runs: {profiled.calls.total()} calls of modules in the profiled step, "
-        f"{counts[0]} to {counts[-1]} in others; profile the largest step, with all that can run (drop rates of 0)",
+        return randomness, ()
+
+    def run_until(count: int) -> bool:
+        while len(runs) < count:
+            states.append(RandomState())
+            runs.append(_forward_run(workload, keeps=keeps))
+        return any_rank(any(run != runs[0] for run in runs))
+
+    if not run_until(_FEW):
+        return randomness, ()
+    run_until(_MANY)
+    sizes = [(run.saved_tensors, run.calls.total()) for run in runs]
+    chosen = agreed(sizes.index(max(sizes)))
+    counts = sorted(run.calls.total() for run in runs)
+    return states[chosen], (
+        f"random numbers decide what runs: {runs[chosen].calls.total()} calls of modules in the profiled step, the "
+        f"largest of {_MANY}; {counts[0]} to {counts[-1]} in the others; where one may be larger, profile the largest "
+        "step, with all that can run (drop rates of 0)",
     )
 
 
@@ -168,7 +180,7 @@ def _reached(trace: Trace, roots: set[int]) -> set[int]:
 def _value_ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[ValueOp]:
     """Branches outside of stages are left out: nearly every model asks there whether a mask is needed.
 
-    So are those by numbers that are drawn: ``what_is_drawn`` tells whether they decide what runs.
+    So are those by numbers that are drawn: ``largest_drawn`` tells whether they decide what runs.
     """
     spans = [(stage.call.first_op, stage.call.end_op) for stage in stages]
     drawn = _drawn(trace)
