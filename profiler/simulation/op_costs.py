@@ -38,7 +38,8 @@ _KINDS = {
     "indexing": "embedding embedding_dense_backward index index_put index_put_ _index_put_impl_ gather scatter "
     "scatter_ scatter_add scatter_add_ index_add index_add_ nll_loss_forward nll_loss_backward nll_loss2d_forward "
     "nll_loss2d_backward _embedding_bag masked_select where",
-    "random": "native_dropout bernoulli bernoulli_ rand rand_like randn randn_like normal_ uniform_ randint randperm",
+    "random": "native_dropout dropout_mask bernoulli bernoulli_ rand rand_like randn randn_like normal_ uniform_ "
+    "randint randperm",
     "pooling": "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward "
     "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_nearest2d upsample_nearest2d_backward "
     "upsample_bilinear2d upsample_bilinear2d_backward",

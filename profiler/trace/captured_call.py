@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from profiler.recomputation.module_pieces import ONE_SUM
 from profiler.recomputation.module_rerun import CallState
 from profiler.step_graph import StepGraph
+from profiler.trace.dropout_masks import split_dropout
 from profiler.trace.joint_graph import MODULE, CaptureError, JointGraph, has_own_generator, storages_of
 from profiler.workload.compiled_forwards import Forward
 from profiler.workload.plain_objects import MOST_ITEMS, Change, copied, refill
@@ -196,6 +197,7 @@ def capture_call(
     if forward_outputs == len(kinds):
         raise CaptureError(_NOTHING_TRAINED)
     _leave_statistics_out(module_graph.graph)
+    split_dropout(module_graph.graph)
     graph = JointGraph(module_graph, forward_outputs)
     if any(map(has_own_generator, graph.ops)):
         raise CaptureError(
