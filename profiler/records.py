@@ -16,7 +16,7 @@ import msgspec
 from profiler.device_record import EstimateRecord, LinkRecord, Rate
 from profiler.json_files import check_positions, from_plain, read_document, to_plain, write_document
 from profiler.op_graph import StageOps
-from profiler.program_replay import call_replay, forward_flow, kept_and_rerun, name_of_runs
+from profiler.program_replay import CallReplay, call_replay, forward_flow, kept_and_rerun, name_of_runs
 from profiler.step_graph import Bytes, Seconds, StepGraph, StepRuns
 from profiler.target_record import TargetRecord
 
@@ -221,34 +221,13 @@ class MenuRecord:
         Args:
             runs: the order of the runs of the graph's ops.
         """
-        once = self.once
+        once, inputs = self.once, self.ops.inputs
         assert once is not None and self.graph is not None
-        inputs = self.ops.inputs
-        given = {n: self.ops.storages[storage] for n, storage in enumerate(inputs) if storage >= 0}
-        given_bytes = {n: storage.size_bytes for n, storage in given.items()}
-        own_bytes = {n: size for n, size in given_bytes.items() if given[n].dies_after_stage}
-        held_by_others = product(sorted({False, self.gradients_held}), sorted({False, self.outputs_held}))
-        replays = [
-            [
-                call_replay(
-                    self.graph,
-                    order,
-                    argument_bytes=freed,
-                    gradients_held=gradients,
-                    outputs_held=outputs,
-                    copied_gradient_bytes=self.copied_gradient_bytes,
-                )
-                for order in (once.runs, runs)
-            ]
-            for gradients, outputs in held_by_others
-            # What comes from further back than the stage before may live for this stage alone, too.
-            for freed in ([own_bytes] if own_bytes == given_bytes else [own_bytes, given_bytes])
-        ]
+        replays = [*zip(self.replays(once.runs), self.replays(runs), strict=True)]
         measured, replayed = replays[0]
         held = {inputs[number] for number in replayed.arguments if number < len(inputs)}
-        # Of some of the stages others hold something: it counts where it is more.
-        backward_bytes = max(after.above_start_bytes - before.above_start_bytes for before, after in replays)
         forward_bytes = replayed.forward_peak_bytes - measured.forward_peak_bytes
+        backward_bytes = max(after.above_start_bytes - before.above_start_bytes for before, after in replays)
         return OptionRecord(
             name=name_of_runs(self.graph, runs),
             runs=runs,
@@ -261,6 +240,27 @@ class MenuRecord:
             forward_peak_bytes=max(0, once.forward_peak_bytes + forward_bytes),
             backward_peak_bytes=max(0, once.backward_peak_bytes + backward_bytes),
         )
+
+    def replays(self, runs: StepRuns) -> list[CallReplay]:
+        """The replays of an order, one for each way in which stages are held: first where others hold nothing."""
+        assert self.graph is not None
+        given = {n: self.ops.storages[storage] for n, storage in enumerate(self.ops.inputs) if storage >= 0}
+        given_bytes = {n: storage.size_bytes for n, storage in given.items()}
+        own_bytes = {n: size for n, size in given_bytes.items() if given[n].dies_after_stage}
+        held_by_others = product(sorted({False, self.gradients_held}), sorted({False, self.outputs_held}))
+        return [
+            call_replay(
+                self.graph,
+                runs,
+                argument_bytes=freed,
+                gradients_held=gradients,
+                outputs_held=outputs,
+                copied_gradient_bytes=self.copied_gradient_bytes,
+            )
+            for gradients, outputs in held_by_others  # Of some of the stages; what is more counts.
+            # What comes from further back than the stage before may live for this stage alone, too.
+            for freed in ([own_bytes] if own_bytes == given_bytes else [own_bytes, given_bytes])
+        ]
 
     def with_programs(self, orders: Iterable[StepRuns]) -> MenuRecord:
         """The menu with these programs in the place of those that it has."""

@@ -96,9 +96,10 @@ class ProfileScaling:
             whole=lambda values: whole_at(self.sizes, values, size, curved=curved),
             seconds=lambda values: seconds_at(self.sizes, values, size, curved=curved),
         )
-        profile = _blend([replace(part, link=None) for part in parts], fit, "")
+        bare = [replace(part, link=None, menus=tuple(map(_without_replays, part.menus))) for part in parts]
+        profile = _blend(bare, fit, "")
         stages = tuple(_ordered(stage) for stage in profile.stages)
-        return replace(profile, stages=stages, menus=tuple(map(_replayed, profile.menus)), link=parts[-1].link)
+        return replace(profile, stages=stages, menus=tuple(map(_with_replays, profile.menus)), link=parts[-1].link)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +238,31 @@ def _aligned(profiles: Sequence[Profile]) -> list[Profile]:
     ]
 
 
-def _replayed(menu: MenuRecord) -> MenuRecord:
-    """The menu with its programs replayed on the graph as it scales: a peak may lie elsewhere at another size."""
+def _without_replays(menu: MenuRecord) -> MenuRecord:
+    """The menu with the peaks of its programs above their replays: a peak may lie elsewhere at another size."""
+    return _peaks_moved(menu, -1)
+
+
+def _with_replays(menu: MenuRecord) -> MenuRecord:
+    """The menu with all of the peaks, from those of the measured program above its replay on the graph as it scales."""
+    menu = _peaks_moved(menu, 1)
     return menu if menu.once is None else menu.with_programs([option.runs for option in menu.options])
+
+
+def _peaks_moved(menu: MenuRecord, times: int) -> MenuRecord:
+    if menu.once is None:
+        return menu
+    replayed = menu.replays(menu.once.runs)[0]
+    forward_bytes, backward_bytes = times * replayed.forward_peak_bytes, times * replayed.above_start_bytes
+    options = (
+        replace(
+            option,
+            forward_peak_bytes=option.forward_peak_bytes + forward_bytes,
+            backward_peak_bytes=option.backward_peak_bytes + backward_bytes,
+        )
+        for option in menu.options
+    )
+    return replace(menu, options=tuple(options))
 
 
 def _menu_of(profile: Profile, record: StageRecord) -> MenuRecord | None:

@@ -196,3 +196,30 @@ def test_no_phase_is_predicted_to_peak_below_its_end(scaling):
         profiles.append(replace(profile, stages=(*profile.stages[:-1], replace(last, forward=forward))))
     forward = replace(scaling, profiles=tuple(profiles)).at(9).stages[-1].forward
     assert (forward.end_bytes, forward.peak_bytes) == (800, 800)
+
+
+class _Narrow(torch.nn.Module):
+    """Gradients of weights make the peak of its backward on few rows, and rows do on many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)).softmax(-1))
+
+
+def test_programs_peak_elsewhere_at_other_sizes():
+    def build(size):
+        model = torch.nn.Sequential(*[_Narrow() for _ in range(3)])
+        return planner.Workload(model=model, inputs=torch.randn(size, 16), loss=lambda y: y.square().mean())
+
+    predicted = scaling_over(build, (2, 3, 4), menus=True, progress=_quiet).at(400)
+    measured = planner.profile(build(400))
+    for found, expected in zip(predicted.stages, measured.stages, strict=True):
+        if expected.menu < 0:
+            continue
+        once, known = predicted.menus[found.menu].once, measured.menus[expected.menu].once
+        assert once is not None and known is not None
+        assert once.forward_peak_bytes == known.forward_peak_bytes
+        assert once.backward_peak_bytes == known.backward_peak_bytes
