@@ -27,7 +27,7 @@ from profiler.measurement.measuring import Measuring, Progress, ProgressReporter
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised
 from profiler.measurement.step_measurement import allocator_bytes_of
-from profiler.measurement.unsteady_bytes import largest_drawn
+from profiler.measurement.unsteady_bytes import LargestStep, largest_step
 from profiler.records import Profile
 from profiler.simulation.simulated_device import SimulatedDevice
 from profiler.trace.partition import Stages, StagesError
@@ -137,11 +137,31 @@ class _Request(NamedTuple):
 
 
 def _profiled(workload: Workload, request: _Request, report: ProgressReporter, limit_bytes: int | None) -> Profile:
-    """Returns the profile by plain steps, or by steps that take no more than a limit."""
+    """Returns the profile by plain steps, or by steps that take no more than a limit; of the largest step drawn."""
+    start = RandomState()
+    profile, largest = _profiled_from(start, workload, request, report, limit_bytes)
+    if largest is None:
+        return profile
+    if largest.start is not start:
+        profile, _ = _profiled_from(largest.start, workload, request, report, limit_bytes, looks=False)
+    return replace(profile, unsteady=(*profile.unsteady, largest.said))
+
+
+def _profiled_from(
+    start: RandomState,
+    workload: Workload,
+    request: _Request,
+    report: ProgressReporter,
+    limit_bytes: int | None,
+    *,
+    looks: bool = True,
+) -> tuple[Profile, LargestStep | None]:
+    """Returns the profile of a step from some random numbers, and what was found where it looks for a larger one."""
     set_aside_bytes = gradient_bytes(workload)
     take_workspaces(workload.device)
     with preserved(workload), ModelCaches(workload.model).off():
-        randomness, state_of_modules = RandomState(), TensorsOfState(workload)
+        start.restore()
+        state_of_modules = TensorsOfState(workload)
         report("warm up")
         if limit_bytes is None:
             first_plain_step(workload)
@@ -149,15 +169,14 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             if limit_bytes is not None:
                 frugal_first_step(workload, request.stages, limit_bytes)
             _choose_forward(workload, state_of_modules, frugal=limit_bytes is not None)
-            report("look for what is drawn at random")
-            largest_from, drawn = largest_drawn(workload, randomness, keeps=limit_bytes is None)
-            if largest_from is not randomness:
-                randomness = largest_from
-                _begin_again_from(randomness, workload, request, state_of_modules, limit_bytes)
             resident = resident_bytes_of(workload)
-            measuring = Measuring(workload, resident, state_of_modules, randomness, report, limit_bytes)
+            measuring = Measuring(workload, resident, state_of_modules, start, report, limit_bytes)
             measured = measuring.measure(request.stages, request.programs, every_stage=request.every_stage)
             profile = assemble(workload, measured, resident)
+            largest = None
+            if looks:
+                report("look for what is drawn at random")
+                largest = largest_step(workload, start, keeps=limit_bytes is None)
         except StagesError:
             raise
         except Exception as error:
@@ -168,26 +187,13 @@ def _profiled(workload: Workload, request: _Request, report: ProgressReporter, l
             raise ProfileError(
                 f"profile: the step does not run several times the same way, with saved-tensor hooks: {_failure(error)}"
             ) from error
-        profile = replace(profile, frugal=limit_bytes is not None, unsteady=(*profile.unsteady, *drawn))
+        profile = replace(profile, frugal=limit_bytes is not None)
         if limit_bytes is None:
             profile = replace(profile, allocator_bytes=allocator_bytes_of(workload, set_aside_bytes))
         if (simulated := active_device()) is not None:
-            return _estimated_for(simulated, profile)
+            return _estimated_for(simulated, profile), largest
         # A step that runs forward several times would send as often as that over the link.
-        return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None)
-
-
-def _begin_again_from(
-    randomness: RandomState, workload: Workload, request: _Request, state: TensorsOfState, limit_bytes: int | None
-) -> None:
-    """Warms up, and chooses a forward, once more: it may be the first step with gradients of some of the parameters."""
-    randomness.restore()
-    if limit_bytes is None:
-        first_plain_step(workload)
-    else:
-        frugal_first_step(workload, request.stages, limit_bytes)
-    randomness.restore()
-    _choose_forward(workload, state, frugal=limit_bytes is not None)
+        return replace(profile, link=measure_link(workload.device) if profile.evaluations == 1 else None), largest
 
 
 def _estimated_for(simulated: SimulatedDevice, profile: Profile) -> Profile:

@@ -69,36 +69,48 @@ def what_follows_the_batch(workload: Workload, trace: Trace, stages: Sequence[Ch
 _FEW, _MANY = 4, 16  # forwards: to see that random numbers decide, and to find a large one then
 
 
-def largest_drawn(workload: Workload, randomness: RandomState, *, keeps: bool) -> tuple[RandomState, tuple[str, ...]]:
-    """Returns the random numbers to profile a step from, and one line where they decide what it runs.
+class LargestStep(NamedTuple):
+    """The largest of some steps where random numbers decide what runs.
 
-    Runs a forward from the random numbers given, and a few from others. Where these run something else, and where what
-    is saved differs, some more are run, and the numbers returned are those of the forward that saves most tensors. The
-    caller preserves the workload.
+    Attributes:
+        start: the random states that it begins from.
+        said: that they decide, in a line.
+    """
+
+    start: RandomState
+    said: str
+
+
+def largest_step(workload: Workload, start: RandomState, *, keeps: bool) -> LargestStep | None:
+    """Returns the step to profile where random numbers decide what a step runs, or what it saves; None where not.
+
+    Runs a forward from the random numbers given, and a few from others. Where these are not alike, some more are run,
+    and it is the one that saves most tensors. The caller preserves the workload.
 
     Args:
         workload: the workload of the profile.
-        randomness: the random states that a step would begin from; returned where nothing is drawn.
+        start: the random states that the profiled step began from.
         keeps: whether forwards may keep what autograd saves.
     """
-    randomness.restore()
-    states, runs = [randomness], [_forward_run(workload, keeps=keeps)]
-    if not any_rank(randomness.torch_differs() or randomness.host_differs()):
-        return randomness, ()
+    start.restore()
+    states, runs = [start], [_forward_run(workload, keeps=keeps)]
+    if not any_rank(start.torch_differs() or start.host_differs()):
+        return None
 
-    def run_until(count: int) -> bool:
+    def run_until(count: int) -> None:
         while len(runs) < count:
             states.append(RandomState())
             runs.append(_forward_run(workload, keeps=keeps))
-        return any_rank(any(run != runs[0] for run in runs))
 
-    if not run_until(_FEW):
-        return randomness, ()
+    run_until(_FEW)
+    if not any_rank(any(run != runs[0] for run in runs)):
+        return None
     run_until(_MANY)
     sizes = [(run.saved_tensors, run.calls.total()) for run in runs]
     chosen = agreed(sizes.index(max(sizes)))
     counts = sorted(run.calls.total() for run in runs)
-    return states[chosen], (
+    return LargestStep(
+        states[chosen],
         f"random numbers decide what runs: {runs[chosen].calls.total()} calls of modules in the profiled step, the "
         f"largest of {_MANY}; {counts[0]} to {counts[-1]} in the others; where one may be larger, profile the largest "
         "step, with all that can run (drop rates of 0)",
@@ -180,7 +192,7 @@ def _reached(trace: Trace, roots: set[int]) -> set[int]:
 def _value_ops(trace: Trace, stages: Sequence[ChosenStage]) -> Iterator[ValueOp]:
     """Branches outside of stages are left out: nearly every model asks there whether a mask is needed.
 
-    So are those by numbers that are drawn: ``largest_drawn`` tells whether they decide what runs.
+    So are those by numbers that are drawn: ``largest_step`` tells whether they decide what runs.
     """
     spans = [(stage.call.first_op, stage.call.end_op) for stage in stages]
     drawn = _drawn(trace)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import planner
-from profiler.measurement.unsteady_bytes import largest_drawn
+from profiler.measurement.unsteady_bytes import largest_step
 from profiler.workload.random_states import RandomState
 from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload
@@ -22,7 +22,8 @@ from tests.support.odd_models import workload
 
 def said_of(work: Workload, *, keeps: bool = True) -> tuple[str, ...]:
     with preserved(work):
-        return largest_drawn(work, RandomState(), keeps=keeps)[1]
+        found = largest_step(work, RandomState(), keeps=keeps)
+    return () if found is None else (found.said,)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
