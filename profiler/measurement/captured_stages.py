@@ -23,6 +23,7 @@ from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage
 from profiler.trace.call_program import BoundProgram, CallProgram
 from profiler.trace.captured_call import CapturedCall, GradientLayouts
 from profiler.trace.captures import CallGuard, captured, difference, differing_attributes
+from profiler.trace.dropout_masks import OWN_LIBRARY
 from profiler.trace.joint_graph import (
     CaptureError,
     JointGraph,
@@ -254,7 +255,7 @@ class OpCost(NamedTuple):
         seconds: the median of several.
         transient_bytes: the most that it holds beside what it reads and makes.
         made_bytes: the sizes of the storages that it makes, which may be larger than their tensors.
-        repeatable: whether a recomputation has the same result; taken for granted for torch's own ops.
+        repeatable: whether a recomputation has the same result; taken for granted for torch's own ops, and for ours.
     """
 
     seconds: float
@@ -333,7 +334,7 @@ def costs_of(graph: JointGraph, ops: Iterable[fx.Node], device: torch.device) ->
     sizes = StorageSizes()
     held, alike = _bytes(graph, ops, device, sizes)
     seconds = _seconds(graph, alike, device, sizes)
-    other = [op for op in alike if library_of(op) not in ("aten", "prims")]
+    other = [op for op in alike if library_of(op) not in ("aten", "prims", OWN_LIBRARY)]
     repeatable = {op: _makes_the_same(_with_tensors(graph, _first_call(op), sizes)) for op in other}
     return {
         op: OpCost(seconds[first], *held[first], repeatable.get(first, True))

@@ -1,28 +1,36 @@
 """Dropout on the CPU as two ops: one draws the mask, the other applies it.
 
 To draw takes several times as long there as to multiply. As two ops, what dropout made is made again of the mask, which
-backward keeps anyway. On CUDA one kernel does both in the time of the multiplication, and stays one.
+backward keeps anyway, and a mask is drawn again without what it is applied to. On CUDA one kernel does both in the time
+of the multiplication, and stays one.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
 from profiler.current_device import active_device
 
-_library = torch.library.Library("sublinear_planner", "DEF")
-_library.define("dropout_mask(Tensor x, float keep) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+OWN_LIBRARY = "sublinear_planner"
+_library = torch.library.Library(OWN_LIBRARY, "DEF")
+_SEEDED = (torch.Tag.nondeterministic_seeded,)
+_library.define("dropout_mask(SymInt[] size, SymInt[] stride, float keep) -> Tensor", tags=_SEEDED)
 _library.define("masked_dropout(Tensor x, Tensor mask, float scale) -> Tensor")
 MASK = torch.ops.sublinear_planner.dropout_mask.default
 MASKED = torch.ops.sublinear_planner.masked_dropout.default
 
 
 @torch.library.impl(_library, "dropout_mask", "CompositeExplicitAutograd")
-def _draw(x: Tensor, keep: float) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool).bernoulli_(keep)
+def _draw(size: Sequence[int], stride: Sequence[int], keep: float) -> Tensor:
+    return _empty_mask(size, stride).bernoulli_(keep)
+
+
+def _empty_mask(size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=torch.bool)
 
 
 @torch.library.impl(_library, "masked_dropout", "CompositeExplicitAutograd")
@@ -30,12 +38,12 @@ def _apply(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return x.mul(mask).mul_(scale)
 
 
-@torch.library.register_fake("sublinear_planner::dropout_mask", lib=_library)
-def _(x: Tensor, keep: float) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool)
+@torch.library.register_fake(f"{OWN_LIBRARY}::dropout_mask", lib=_library)
+def _(size: Sequence[int], stride: Sequence[int], keep: float) -> Tensor:
+    return _empty_mask(size, stride)
 
 
-@torch.library.register_fake("sublinear_planner::masked_dropout", lib=_library)
+@torch.library.register_fake(f"{OWN_LIBRARY}::masked_dropout", lib=_library)
 def _(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return x.mul(mask)
 
@@ -53,7 +61,7 @@ def split_dropout(graph: fx.Graph) -> None:
         # Forward rounds the scale to the type of what it multiplies, backward does not.
         scale = torch.tensor(1 / (1 - rate), dtype=dropped.dtype).item()
         with graph.inserting_before(node):
-            drawn = graph.call_function(MASK, (x, 1 - rate))
+            drawn = graph.call_function(MASK, (list(mask.shape), list(mask.stride()), 1 - rate))
             made = graph.call_function(MASKED, (x, drawn, scale))
         for new, value in ((made, dropped), (drawn, mask)):
             new.meta = {**node.meta, "val": value}

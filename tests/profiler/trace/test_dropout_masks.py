@@ -39,7 +39,7 @@ def test_both_ops_have_the_bits_of_torchs_kernels(
     expected, mask = torch.native_dropout(x, rate, True)
     after = torch.get_rng_state()
     torch.set_rng_state(state)
-    drawn = MASK(x, 1 - rate)
+    drawn = MASK(x.shape, mask.stride(), 1 - rate)
     assert torch.equal(torch.get_rng_state(), after)
     assert torch.equal(drawn, mask) and drawn.stride() == mask.stride()
     found = MASKED(x, drawn, torch.tensor(1 / (1 - rate), dtype=dtype).item())
