@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from solvers.problem.solution import Solution
 
 _MENU_SECONDS = 1.5  # for all searches of a menu together
 _LEVELS = 6  # of kept bytes, from the least to all, that programs are searched for
+_MIDDLES = 2  # of the widest gaps in bytes and seconds between these
 _PEAK_LEVELS = 3  # of the memory that a program may take while it runs, besides what each op once takes
 _MOST_ROOMS = 4  # of stages of one kind that programs are searched for at a time
 
@@ -52,23 +54,35 @@ def program_menu(step: StepGraph) -> tuple[CallReplay, ...]:
     once = call_replay(step, runs_once(step))
     once_bytes = max(once.forward_peak_bytes, once.backward_peak_bytes)
     most_bytes = once.kept_bytes + _returned_bytes(step)
-    search = GraphSearch(time_limit_seconds=_MENU_SECONDS / (_LEVELS + _PEAK_LEVELS + 2))
+    search = GraphSearch(time_limit_seconds=_MENU_SECONDS / (_LEVELS + _MIDDLES + _PEAK_LEVELS + 2))
     beside_bytes = 2 * once_bytes  # between forward and backward: so much that nothing else decides
     least_bytes = min(most_bytes, _least_peak(step, search, between_bytes=beside_bytes) - beside_bytes)
-    rooms = [
-        CallRoom(once_bytes, least_bytes + (most_bytes - least_bytes) * level // _LEVELS, once_bytes)
-        for level in range(_LEVELS)
-    ]
+    found = {most_bytes: once}
+
+    def look(between_bytes: int) -> None:
+        runs = _runs_within(step, CallRoom(once_bytes, between_bytes, once_bytes), search)
+        if runs is not None:
+            found[between_bytes] = call_replay(step, runs)
+
+    for level in range(_LEVELS):
+        look(least_bytes + (most_bytes - least_bytes) * level // _LEVELS)
+    for _ in range(_MIDDLES if len(found) > 1 else 0):
+        look(_middle_of_widest(found))
     least_peak_bytes = _least_peak(step, search)
+    by_peak: list[CallReplay] = []
     for level in range(_PEAK_LEVELS):
         peak_bytes = least_peak_bytes + (once_bytes - least_peak_bytes) * level // _PEAK_LEVELS
-        rooms.append(CallRoom(peak_bytes, peak_bytes, peak_bytes))
-    found = [once]
-    for room in dict.fromkeys(rooms):
-        runs = _runs_within(step, room, search)
+        runs = _runs_within(step, CallRoom(peak_bytes, peak_bytes, peak_bytes), search)
         if runs is not None:
-            found.append(call_replay(step, runs))
-    return _unbeaten(found)
+            by_peak.append(call_replay(step, runs))
+    return _unbeaten([once, *found.values(), *by_peak])
+
+
+def _middle_of_widest(found: Mapping[int, CallReplay]) -> int:
+    """The bytes in the middle of the two neighbours between which there may be most to gain: in bytes times seconds."""
+    levels = [(between_bytes, found[between_bytes].seconds) for between_bytes in sorted(found)]
+    lower, upper = max(pairwise(levels), key=lambda pair: (pair[1][0] - pair[0][0]) * (pair[0][1] - pair[1][1]))
+    return (lower[0] + upper[0]) // 2
 
 
 def with_exact_programs(profile: Profile, problem: Problem, schedule: Schedule, seconds: float) -> Profile:
