@@ -58,6 +58,24 @@ def test_choices_worked_out_by_hand() -> None:
     assert program_menu(step) == (once, again)
 
 
+def test_a_choice_between_two_levels_is_found_where_there_is_most_to_gain() -> None:
+    """Levels are 17 or 18 bytes apart, and each but the least has room for both of the small ones, of 5 and 12."""
+    made = ((5, 10.0), (12, 3.0), (88, 1.0))  # bytes, and seconds to make them
+    storages = (
+        *(StepStorage(size_bytes=size) for size, _ in made),
+        StepStorage(size_bytes=1, returned=True),
+        StepStorage(size_bytes=1, of_loss=True),
+        StepStorage(size_bytes=4, gradient=True),
+    )
+    ops = (
+        *(StepOp(name=f"op{k}", op="aten.op", makes=(k,), seconds=seconds) for k, (_, seconds) in enumerate(made)),
+        StepOp(name="last", op="aten.last", reads=(0, 1, 2), makes=(3,), seconds=1.0),
+        StepOp(name="back", op="aten.last", side="backward", reads=(0, 1, 2, 4), makes=(5,), seconds=1.0),
+    )
+    menu = program_menu(StepGraph(ops=ops, storages=storages, resident_bytes=0))
+    assert {(each.kept_bytes, each.seconds - menu[0].seconds) for each in menu} >= {(5, 4.0), (17, 1.0), (0, 14.0)}
+
+
 def test_what_forward_returns_is_not_counted_as_kept_though_backward_reads_it() -> None:
     storages = (
         StepStorage(size_bytes=10, returned=True),
