@@ -72,9 +72,9 @@ def test_a_refusal_names_the_budget_that_is_enough_with_it(blocks):
         planner.solve(blocks, bare.value.minimum_budget_bytes, headroom="10%")
     least = refusal.value.minimum_budget_bytes
     assert least > bare.value.minimum_budget_bytes
-    assert planner.solve(blocks, least, headroom="10%").budget_bytes == least
-    with pytest.raises(planner.Infeasible):
-        planner.solve(blocks, least - 1, headroom="10%")
+    plan = planner.solve(blocks, least, headroom="10%")
+    assert plan.budget_bytes == least
+    assert least - plan.headroom_bytes == bare.value.minimum_budget_bytes  # and no more than that beside it
 
 
 def test_a_headroom_as_large_as_the_budget_is_refused(blocks):
