@@ -328,7 +328,10 @@ def with_better_plan(options: LeverOptions, costed: CostedCombination) -> Costed
         return costed
     offload = _offload_for(options, chosen.recipe)
     profile = costed.variant.profile
-    plan = find_plan(profile, options.budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
+    try:
+        plan = find_plan(profile, options.budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
+    except Infeasible:  # In so little time no program is searched for.
+        return costed
     faster = costed.variant.batch_seconds(plan.predicted_seconds) < (chosen.seconds or 0.0)
     return _with_plan(costed, plan) if faster else costed
 

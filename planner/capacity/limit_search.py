@@ -193,10 +193,13 @@ class PredictedLimits:
     def _solved(self, profile: Profile, mode: TrainingMode) -> Plan:
         offload, budget_bytes = self._offload_in(mode), max(1, self.budget_bytes - self.margin_bytes[mode])
         try:
-            quick_plan(profile, budget_bytes, offload)
+            quick = quick_plan(profile, budget_bytes, offload)
         except Infeasible as refusal:
             return quick_plan(profile, refusal.minimum_budget_bytes, offload)
-        return find_plan(profile, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
+        try:
+            return find_plan(profile, budget_bytes, time_limit_seconds=SEARCH_SECONDS, offload=offload)
+        except Infeasible:  # In so little time no program is searched for.
+            return quick
 
     def _offload_in(self, mode: TrainingMode) -> Offload:
         return self._offload if mode == "offload" else Offload(mode="never")

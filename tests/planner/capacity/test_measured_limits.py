@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from planner import Offload, zoo
+from planner import Offload, solve, zoo
 from planner.capacity.limit_search import LimitSearch, PredictedLimits, SearchStart
 from planner.capacity.scaling import scaling_over
 from planner.capacity.step_trial import Trial
@@ -44,6 +44,20 @@ def search(scaling, monkeypatch, peak, seconds=lambda size: 1.0, step=STEP) -> A
     monkeypatch.setattr("planner.capacity.limit_search.run_trial", train)
     start = SearchStart(smallest=step, step=step, states_bytes=1, device=torch.device("cpu"))
     return LimitSearch(build, "batch", start, predicted, lambda what: None).run(())
+
+
+def test_where_a_short_search_finds_nothing_the_quick_plan_is_taken(scaling, monkeypatch):
+    predicted = PredictedLimits(scaling, BUDGET, Offload(mode="never"))
+    quick = predicted.quick_plan("recompute", SIZES[-1])
+    assert quick is not None
+
+    def refuse(*_: Any, **__: Any):
+        return solve(scaling.at(SIZES[-1]), 1)
+
+    monkeypatch.setattr("planner.capacity.limit_search.find_plan", refuse)
+    plan, peak_bytes = predicted.plan_at("recompute", SIZES[-1])
+    assert plan is not None and plan.schedule == quick.schedule
+    assert peak_bytes == quick.predicted_peak_bytes <= BUDGET
 
 
 @pytest.mark.slow
