@@ -57,30 +57,26 @@ def program_menu(step: StepGraph) -> tuple[CallReplay, ...]:
     search = GraphSearch(time_limit_seconds=_MENU_SECONDS / (_LEVELS + _MIDDLES + _PEAK_LEVELS + 2))
     beside_bytes = 2 * once_bytes  # between forward and backward: so much that nothing else decides
     least_bytes = min(most_bytes, _least_peak(step, search, between_bytes=beside_bytes) - beside_bytes)
-    found = {most_bytes: once}
+    found = {CallRoom(once_bytes, most_bytes, once_bytes): once}
 
-    def look(between_bytes: int) -> None:
-        runs = _runs_within(step, CallRoom(once_bytes, between_bytes, once_bytes), search)
-        if runs is not None:
-            found[between_bytes] = call_replay(step, runs)
+    def look(room: CallRoom) -> None:
+        if room not in found and (runs := _runs_within(step, room, search)) is not None:
+            found[room] = call_replay(step, runs)
 
     for level in range(_LEVELS):
-        look(least_bytes + (most_bytes - least_bytes) * level // _LEVELS)
+        look(CallRoom(once_bytes, least_bytes + (most_bytes - least_bytes) * level // _LEVELS, once_bytes))
     for _ in range(_MIDDLES if len(found) > 1 else 0):
-        look(_middle_of_widest(found))
+        look(CallRoom(once_bytes, _middle_of_widest(found), once_bytes))
     least_peak_bytes = _least_peak(step, search)
-    by_peak: list[CallReplay] = []
     for level in range(_PEAK_LEVELS):
         peak_bytes = least_peak_bytes + (once_bytes - least_peak_bytes) * level // _PEAK_LEVELS
-        runs = _runs_within(step, CallRoom(peak_bytes, peak_bytes, peak_bytes), search)
-        if runs is not None:
-            by_peak.append(call_replay(step, runs))
-    return _unbeaten([once, *found.values(), *by_peak])
+        look(CallRoom(peak_bytes, peak_bytes, peak_bytes))
+    return _unbeaten(found.values())
 
 
-def _middle_of_widest(found: Mapping[int, CallReplay]) -> int:
+def _middle_of_widest(found: Mapping[CallRoom, CallReplay]) -> int:
     """The bytes in the middle of the two neighbours between which there may be most to gain: in bytes times seconds."""
-    levels = [(between_bytes, found[between_bytes].seconds) for between_bytes in sorted(found)]
+    levels = sorted((room.between_bytes, choice.seconds) for room, choice in found.items())
     lower, upper = max(pairwise(levels), key=lambda pair: (pair[1][0] - pair[0][0]) * (pair[0][1] - pair[1][1]))
     return (lower[0] + upper[0]) // 2
 
@@ -215,7 +211,7 @@ def _spread(rooms: list[CallRoom]) -> list[CallRoom]:
     return [rooms[number * (len(rooms) - 1) // (_MOST_ROOMS - 1)] for number in range(_MOST_ROOMS)]
 
 
-def _unbeaten(choices: list[CallReplay]) -> tuple[CallReplay, ...]:
+def _unbeaten(choices: Iterable[CallReplay]) -> tuple[CallReplay, ...]:
     unbeaten: dict[tuple[int, int, int], CallReplay] = {}
     for choice in sorted(choices, key=lambda each: (each.seconds, each.kept_bytes, each.backward_peak_bytes)):
         takes = choice.kept_bytes, choice.forward_peak_bytes, choice.backward_peak_bytes

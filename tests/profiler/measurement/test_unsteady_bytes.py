@@ -33,7 +33,7 @@ def test_random_numbers_that_decide_what_runs_are_told(name: str, keeps: bool) -
     seed_all(3)
     before = RandomState()
     (line,) = said_of(work, keeps=keeps)
-    assert "random numbers decide what runs" in line and "profile the largest" in line
+    assert "random numbers decide what runs" in line and "profile the largest step" in line
     assert not before.torch_differs() and not before.host_differs()
     with running_everything(work, name):
         assert said_of(work, keeps=keeps) == ()
