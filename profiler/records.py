@@ -58,8 +58,7 @@ class StageRecord:
         kept_output_bytes: the part of them that this stage keeps for its own backward.
         lasting_output_bytes: bytes of its other outputs that are alive when its backward begins.
         own_output_bytes: bytes of its other outputs that nothing but its own backward needs.
-        kept_bytes: bytes saved for backward, each storage once, without
-            parameters, buffers and the stage's own input.
+        kept_bytes: bytes saved for backward, each storage once, without parameters, buffers and the stage's own input.
         links: pairs (input tensor, output tensor of the stage before) that are the same tensor.
         parameter_gradient_bytes: the gradients of the module's own parameters.
         parameter_shapes: names and shapes, to recognise the model.
@@ -69,6 +68,7 @@ class StageRecord:
         menu: number of its menu in ``Profile.menus``; -1 for what has none.
         parents: pairs (name, class) of the modules whose call it is a part of, the model first.
         calls: the number of times that the step called its module; 0 in files of older releases.
+        inner_calls: pairs (name, times) of other stages' modules that it calls itself: an activation that layers share.
         late_releases: pairs (number of a later stage, bytes): what this one saved, and what went again in that one's
             forward, since the loss does not depend on it.
         gathered_bytes: the bytes of its parameters as they are gathered in its forward, the buffer included; they are
@@ -78,8 +78,7 @@ class StageRecord:
             backward.
         gather_seconds: the time of gathering them once, beside nothing else.
         trailing_peak_bytes, dropped_trailing_peak_bytes: the peak of the ops without gradients that ran after its
-            forward, outside of stages, and count as its own: above the bytes at the start of that forward; 0 where
-            there are none.
+            forward, outside of stages, and count as its own: above the bytes at that forward's start; 0 without any.
         gradient_strides: the strides of the gradients of its outputs that take one; empty where none came.
     """
 
@@ -109,6 +108,7 @@ class StageRecord:
     menu: int = -1
     parents: tuple[tuple[str, str], ...] = ()
     calls: Count = 0
+    inner_calls: tuple[tuple[str, int], ...] = ()
     late_releases: tuple[tuple[int, int], ...] = ()
     gathered_bytes: Bytes = 0
     copied_bytes: Bytes = 0

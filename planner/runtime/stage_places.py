@@ -76,6 +76,7 @@ class StagePlaces:
         self.positions = {call: k for call, k in named.items() if call[0] in modules}
         self.names = tuple(dict.fromkeys([*(name for name, _ in self.positions), *known]))
         self._calls = {split_name(s.name)[0]: s.record.calls for s in plan.stages}
+        self._inner_calls = [stage.record.inner_calls for stage in plan.stages]
         self._counts: dict[str, int] = {}
         self._taken: set[int] = set()
 
@@ -96,17 +97,23 @@ class StagePlaces:
             name: the name of the module.
             inside: whether it is called inside a stage.
         """
+        if inside:
+            return None  # It counts as the stage's own: a stage that runs as a program calls no modules.
         count = self._counts.get(name, 0)
         self._counts[name] = count + 1
-        if inside:
-            return None
         position = self._position_of(name, count)
         if position is not None and position not in self._taken:
-            self._taken.add(position)
-            return StagePlace(position)
+            return self._taken_by(StagePlace(position))
         if position is None and name not in self._unseen and count < (self._calls[name] or count + 1):
             return None
-        return self._place_of_kind(self._places[self._kinds[name]])
+        return self._taken_by(self._place_of_kind(self._places[self._kinds[name]]))
+
+    def _taken_by(self, place: StagePlace) -> StagePlace:
+        if not place.unseen:
+            self._taken.add(place.position)
+        for name, times in self._inner_calls[place.position]:
+            self._counts[name] = self._counts.get(name, 0) + times
+        return place
 
     def _position_of(self, name: str, count: int) -> int | None:
         """The place of a module's call; a later call's where what came between has run: this step left calls out."""
@@ -120,7 +127,6 @@ class StagePlaces:
         free = self._ahead(places)
         if free is None:
             return StagePlace(places[0], unseen=True)
-        self._taken.add(free)
         return StagePlace(free)
 
     def _ahead(self, places: Iterable[int]) -> int | None:

@@ -26,7 +26,15 @@ from profiler.records import (
     SharedRecord,
     StageRecord,
 )
-from profiler.trace.partition import ChosenStage, alike, name_outside, parents_of, remedy_for, why_not_recomputable
+from profiler.trace.partition import (
+    ChosenStage,
+    alike,
+    calls_inside,
+    name_outside,
+    parents_of,
+    remedy_for,
+    why_not_recomputable,
+)
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.data_parallel import given_back_bytes, units_of
@@ -306,8 +314,17 @@ class _Assembly:
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
             calls=calls,
+            inner_calls=self._inner_calls(stage.call),
         )
         return self._with_bytes(k, _with_call(record, stage.call))
+
+    def _inner_calls(self, call: Call) -> tuple[tuple[str, int], ...]:
+        """Names of the other stages' modules that a call calls, and how often."""
+        m = self._measured
+        names = {id(stage.call.module): stage.call.name for stage in m.stages}
+        inside = [m.trace.calls[k].module for k in calls_inside(m.trace, call)]
+        counts = Counter(names[id(each)] for each in inside if each is not call.module and id(each) in names)
+        return tuple(counts.items())
 
     def _with_bytes(self, k: int, record: StageRecord) -> StageRecord:
         """The record with what its call saves and returns."""

@@ -141,3 +141,48 @@ def test_nested_segments_hold_no_more_when_stages_are_left_out() -> None:
             expected = run_of(work, torch.optim.SGD(model.parameters()), 1)
             for plan in plans:
                 assert_promises_kept(work, plan, expected, torch.optim.SGD(model.parameters()))
+
+
+class Mixing(nn.Module):
+    """Ends in an activation that it shares with the model around it."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), act, nn.Linear(4 * WIDTH, 4 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class SharedActivation(nn.Module):
+    """One activation runs in the layers and between them, as in PyG's GIN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+        self.layers = nn.ModuleList(Mixing(self.act) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4 * WIDTH) for _ in range(4))
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = self.narrow(self.act(norm(layer(x))))
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("menus", [True, False])
+def test_a_module_that_stages_share_has_its_places_whatever_they_run_as(menus: bool) -> None:
+    torch.manual_seed(0)
+    model = SharedActivation()
+    work = Workload(model=model, inputs=torch.randn(960, WIDTH), loss=lambda y: y.square().mean())
+    profile = planner.profile(work, menus=menus)
+    with pytest.raises(planner.Infeasible) as caught:
+        planner.solve(profile, 1)
+    low_bytes, high_bytes = caught.value.minimum_budget_bytes, profile.unplanned_peak_bytes
+    expected = run_of(work, torch.optim.SGD(model.parameters()), 2)
+    for share in (0.0, 0.3, 0.6, 0.9):
+        plan = planner.solve(profile, round(low_bytes + share * (high_bytes - low_bytes)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_promises_kept(work, plan, expected, torch.optim.SGD(model.parameters()))
