@@ -429,7 +429,7 @@ class FrugalProbe(StageProbe):
         self._refine(base)
         steps = {k: step for kept in self._sets() for step in [ran(self._kept_around(kept))] for k in kept}
         phases = self._composed(base, {k: by_occurrence(step.phases) for k, step in steps.items()})
-        composed = PlainStep(phases)
+        composed = PlainStep(phases, cyclic_bytes=max(each.seen.cyclic_bytes for each in windows))
         for window, each in zip(self._windows, windows, strict=True):
             composed.input_deaths |= {key: mark for key, mark in each.seen.input_deaths.items() if key[0] in window}
             composed.output_deaths |= {key: mark for key, mark in each.seen.output_deaths.items() if key[0] in window}

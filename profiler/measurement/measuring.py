@@ -32,7 +32,7 @@ from profiler.measurement.meter import (
 from profiler.measurement.program_steps import OptionGroup, ProgramSteps, families_worth_capturing, grouped, steps_for
 from profiler.measurement.stage_probe import DroppingForward, FirstRun, MakeMeter, StageProbe
 from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
-from profiler.measurement.unsteady_bytes import what_follows_the_batch, what_is_unsteady
+from profiler.measurement.unsteady_bytes import left_in_cycles, what_follows_the_batch, what_is_unsteady
 from profiler.progress import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
 from profiler.trace.divisible import heads_of
@@ -175,6 +175,7 @@ class Measuring:
             unsteady=(
                 *what_is_unsteady(self._workload, uncompiled_trace, uncompiled_stages, self._resident, varied),
                 *([_KEPT_BY_NODES] if nodes_keep else []),
+                *left_in_cycles(saving),
             ),
             batch_sized=what_follows_the_batch(self._workload, uncompiled_trace, uncompiled_stages),
             left_out=left_out,

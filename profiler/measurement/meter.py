@@ -45,11 +45,12 @@ class Mark:
     """The phase, and the place, that begins at a moment of a step.
 
     Attributes:
-        phase: ``again``: a stage runs another time, in backward; ``loss``: backward, before any of its nodes has run.
+        phase: ``again``: a stage runs another time, in backward; ``loss``: backward, before any of its nodes has run;
+            ``collected``: the step is over, and cyclic garbage is collected.
         place: the place of the phase; None for phases without places.
     """
 
-    phase: StepPhase | Literal["loss", "again"]
+    phase: StepPhase | Literal["loss", "again", "collected"]
     place: Place | None = None
 
 
@@ -400,6 +401,7 @@ def metered_step(
     *,
     until: StepPhase | None = None,
     warm_up: WarmUp = None,
+    at_end: Callable[[], object] = lambda: None,
 ) -> MarkedPhases:
     """One training step under a meter; the meter is stopped also after an exception.
 
@@ -411,6 +413,7 @@ def metered_step(
         until: the phase to stop at, as for ``Workload.step``.
         warm_up: the function that runs a whole step before that, which draws the same numbers; needed for a custom
             step, which may have drawn what it runs before its first phase.
+        at_end: the function to call once the step is over, before the meter stops.
     """
     phases: MarkedPhases = []
     first_step = None if warm_up is None else functools.partial(RandomState().repeat, warm_up)
@@ -427,6 +430,7 @@ def metered_step(
                 on_phase(phase, loss)
 
         workload.step(begin, until)
+        at_end()
     return phases
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class PlainStep:
             second interval begins when they are there.
         copied_bytes: the copies of other gradients that may be there as the backward of a stage begins, by stage.
         gradient_strides: the strides of the gradients of outputs that take one, by stage; empty for none.
+        cyclic_bytes: the tensors that the step left in reference cycles.
     """
 
     phases: MarkedPhases = field(default_factory=list)
@@ -63,6 +65,7 @@ class PlainStep:
     gathered_bytes: dict[int, int] = field(default_factory=dict)
     copied_bytes: dict[int, int] = field(default_factory=dict)
     gradient_strides: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    cyclic_bytes: int = 0
 
 
 class StepProbe:
@@ -162,7 +165,18 @@ class MarkedStep:
             self._first_node = next_node()
 
         self._first_node = next_node()
-        self.phases = metered_step(self._workload, self._meter, self._first, self._begin, until=until, warm_up=warm_up)
+        self.phases = metered_step(
+            self._workload,
+            self._meter,
+            self._first,
+            self._begin,
+            until=until,
+            warm_up=warm_up,
+            at_end=self._end,
+        )
+
+    def _end(self) -> None:
+        """The step is over, and the meter still runs."""
 
     def _first(self, phase: StepPhase) -> Mark:
         if phase != "forward":
@@ -336,8 +350,16 @@ class SavingStep(MarkedStep):
 
     def run(self) -> None:
         """Run the step."""
+        gc.collect()  # What earlier steps have left is not this one's.
         super().run()
+        if self.phases:  # Nothing is known of a step to warm up with.
+            *self.phases, (_, collected) = self.phases
+            self.seen.cyclic_bytes = collected.start_bytes - collected.end_bytes
         self.seen.phases = self.phases
+
+    def _end(self) -> None:
+        self._meter.mark(Mark("collected"))
+        gc.collect()
 
     def mark(self, mark: Mark) -> None:
         """Notes the storages freed since the last mark: they were freed in the interval that it began."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from profiler.agreement import agreed, any_rank
+from profiler.measurement.stage_probe import PlainStep
 from profiler.records import ResidentBytes
 from profiler.trace.partition import ChosenStage
 from profiler.trace.step_record import Op, Trace, ValueOp
@@ -267,6 +268,19 @@ def _loop(workload: Workload, first_bytes: int) -> Iterator[str]:
         )
     if workload.custom_step is not None and (grown := distinct_bytes(held_by_loop(workload)) - first_bytes) > 0:
         yield f"what the loop holds grows from step to step: by {grown} bytes in the steps that were measured"
+
+
+_NOTICED = 1e-3  # of a step's peak, that it may leave without a word
+
+
+def left_in_cycles(step: PlainStep) -> Iterator[str]:
+    """A line where a step leaves tensors in reference cycles: they go when Python's collector happens to run."""
+    if step.cyclic_bytes > _NOTICED * max(phase.peak_bytes for _, phase in step.phases):
+        yield (
+            f"each step leaves {step.cyclic_bytes} bytes of tensors in reference cycles, which pile up until Python's "
+            "garbage collector runs: call gc.collect() after each step, or break the cycles (gc.DEBUG_SAVEALL shows "
+            "them)"
+        )
 
 
 def _in_words(ops: Iterable[ValueOp]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import planner
 from profiler.measurement.unsteady_bytes import largest_step
@@ -161,3 +162,35 @@ def test_a_forward_alone_leaves_no_note_of_hooks_for_a_backward() -> None:
 
     planner.profile(planner.Workload(model, step=step, optimizer=optimizer))
     assert [weight.waiting for weight in weights] == [0, 0, 0]  # type: ignore[attr-defined]
+
+
+class Circular(nn.Module):
+    """Leaves a copy of what it returns in a list that holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        circle: list[object] = [y.detach().clone()]
+        circle.append(circle)
+        return y
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_tensors_in_reference_cycles_are_counted(limited: bool) -> None:
+    model, x = nn.Sequential(Circular(), Circular()), torch.randn(64, 16)
+
+    def step(collects: bool) -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        if collects:
+            gc.collect()
+
+    limit = "64MiB" if limited else None
+    profile = planner.profile(Workload(model=model, step=lambda: step(False)), menus=False, limit=limit)
+    (cause,) = profile.unsteady
+    assert cause.startswith(f"each step leaves {2 * 64 * 16 * 4} bytes of tensors in reference cycles")
+    collecting = planner.profile(Workload(model=model, step=lambda: step(True)), menus=False, limit=limit)
+    assert collecting.unsteady == ()
