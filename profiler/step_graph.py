@@ -168,6 +168,30 @@ def runs_once(step: StepGraph) -> StepRuns:
     return StepRuns(forward, tuple(k for k, op in enumerate(step.ops) if op.side == "backward"))
 
 
+def without_unread_runs(step: StepGraph, runs: StepRuns) -> StepRuns:
+    """The runs less those in backward whose results go unread before their op runs once more; never a higher peak.
+
+    Searches keep the order in which ops first run: what is to run later runs twice in what they find.
+
+    >>> made = StepOp(name="a", op="mm", side="backward", makes=(0,))
+    >>> step = StepGraph(ops=(made,), storages=(StepStorage(size_bytes=4, gradient=True),), resident_bytes=0)
+    >>> without_unread_runs(step, StepRuns((), (0, 0)))
+    StepRuns(forward=(), backward=(0,))
+    """
+    read = {number for number, storage in enumerate(step.storages) if storage.gradient}
+    runs_later: set[int] = set()
+    kept: list[int] = []
+    for ordinal in reversed(runs.backward):
+        op = step.ops[ordinal]
+        if ordinal in runs_later and op.makes and not op.random and read.isdisjoint(op.makes):
+            continue
+        kept.append(ordinal)
+        runs_later.add(ordinal)
+        read.difference_update(op.makes)
+        read.update(op.reads)
+    return StepRuns(runs.forward, tuple(reversed(kept)))
+
+
 def replay_step(
     step: StepGraph, runs: StepRuns, *, gradients_held: bool = False, outputs_held: bool = False
 ) -> StepReplay:

@@ -17,7 +17,7 @@ from planner.plans.refusals import Infeasible, require_schedule
 from planner.step_problem import StepProblem, StepSurroundings, problem_of_call
 from profiler.program_replay import CallReplay, call_replay
 from profiler.records import MenuRecord, Profile
-from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once
+from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once, without_unread_runs
 from solvers import Chain, Problem, Schedule, replay
 from solvers.chain.lower_bound import bound_seconds
 from solvers.graph.registry import DEFAULT_GAP, solve_graph
@@ -251,7 +251,7 @@ def order_within(
             raise KeyboardInterrupt
         if solution.schedule is None and least_bytes:
             break
-        runs = runs_of(problem, require_schedule(solution, budget_bytes, search.solver))
+        runs = without_unread_runs(step, runs_of(problem, require_schedule(solution, budget_bytes, search.solver)))
         peak_bytes = around.peak_bytes(step, runs)
         if peak_bytes <= budget_bytes:
             return runs

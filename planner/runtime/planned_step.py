@@ -129,7 +129,7 @@ class PlannedStep:
         before = next_node()
         program = self._programs.program(position, module, forward, args, kwargs)
         self._own_nodes += next_node() - before  # of tracing
-        self._own_nodes += 0 if program is None else program.nodes_for_order
+        self._own_nodes += len(program.program.of_parameters_last_first) if program and program.in_order else 0
         step = self._context
         if position not in step.lowered.dropped:
             if program is not None:

@@ -17,7 +17,7 @@ from profiler.recomputation.saved_tensors import RerunError, Values, some_values
 from profiler.trace.captured_call import CapturedCall
 from profiler.trace.joint_graph import CaptureError, draws, is_view, step_graph_of
 from profiler.trace.programs import AGAIN, AsInForward, StepOrder, outputs_program, programs_of, with_direct_calls
-from profiler.workload.data_parallel import adds_up_in_order, called_as_unit, units_of
+from profiler.workload.data_parallel import called_as_unit, shows_order_of_gradients, units_of
 from profiler.workload.tensor_parts import copied_gradient_bytes
 from profiler.workload.tensor_trees import tensors_in, with_tensors
 from profiler.workload.torch_state import flags_now
@@ -278,9 +278,9 @@ class BoundProgram:
         return list(made[returned:]), self._with_passed_on(made[len(self._written) : returned], args, kwargs)
 
     @property
-    def nodes_for_order(self) -> int:
-        """How many nodes a call makes for the order of gradients alone."""
-        return len(self.program.of_parameters_last_first) if adds_up_in_order() else 0
+    def in_order(self) -> bool:
+        """Whether a call hands the gradients of parameters on in the order of eager code, by a node for each."""
+        return shows_order_of_gradients(table[0][table[1]] for table, _ in self._sources if table is not None)
 
     def held(self) -> list[Tensor]:
         """The parameters and buffers that what a call makes for backward depends on; none of what a unit gathers."""
@@ -332,7 +332,7 @@ class BoundProgram:
             inputs[number] if made is not None or not inputs[number].requires_grad else inputs[number].detach()
             for number, made in self.program.contributions
         ]
-        if adds_up_in_order():
+        if self.in_order:
             # Autograd hands gradients on in the order in which nodes were made, the last first.
             for place in self.program.of_parameters_last_first:
                 if repeated[place].requires_grad:

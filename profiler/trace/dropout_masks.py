@@ -35,7 +35,8 @@ def _empty_mask(size: Sequence[int], stride: Sequence[int]) -> Tensor:
 
 @torch.library.impl(_library, "masked_dropout", "CompositeExplicitAutograd")
 def _apply(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return x.mul(mask).mul_(scale)
+    # Multiplied by the mask itself, x would lie beside a copy of the mask of its own type.
+    return torch.empty_like(x).copy_(mask).mul_(x).mul_(scale)
 
 
 @torch.library.register_fake(f"{OWN_LIBRARY}::dropout_mask", lib=_library)

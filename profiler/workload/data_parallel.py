@@ -376,12 +376,15 @@ def _give_back(groups: Iterable[Any], *_: Any) -> None:
                 group.reshard()
 
 
-def adds_up_in_order() -> bool:
-    """Whether the order in which gradients of parameters come makes a difference to what they are.
+def shows_order_of_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether the order in which gradients of parameters come makes a difference.
 
-    Where more than two ranks add them up, the place of each in what is added up does, and that is by when they came.
+    It does where more than two ranks add them up, by the place of each in what is added up, and where hooks of the
+    parameters see it: one that fails leaves those updated in backward that came before.
     """
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 2
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 2:
+        return True
+    return any(each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in parameters)
 
 
 # Torch's insides -------------------------------------------------------------

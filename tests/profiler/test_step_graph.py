@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage, replay_step, runs_once
+from profiler.step_graph import StepGraph, StepOp, StepRuns, StepStorage, replay_step, runs_once, without_unread_runs
 
 A, B, OUT, TANGENT, GRAD_B, GRAD = range(6)
 SIZES = (10, 20, 40, 80, 160, 320)
@@ -93,3 +93,13 @@ def test_between_the_programs_what_is_written_into_buffers_is_gone() -> None:
     assert once.handed == {A, B}
     assert once.between_bytes == SIZES[A] + SIZES[B] + SIZES[OUT]
     assert (again.forward.end_bytes, again.between_bytes) == (SIZES[B] + SIZES[OUT] + STATE, SIZES[OUT] + STATE)
+
+
+def test_what_nothing_reads_before_it_runs_once_more_is_left_out_in_backward() -> None:
+    twice = StepRuns((0, 1, 2), (1, 3, 0, 1, 3, 4))
+    assert without_unread_runs(step(), twice) == StepRuns((0, 1, 2), (0, 1, 3, 4))
+    read = StepRuns((0, 1, 2), (3, 4, 3))
+    assert without_unread_runs(step(), read) == read
+    drawn = replace(step(), ops=(replace(step().ops[0], random=True), *step().ops[1:]))
+    assert without_unread_runs(drawn, StepRuns((0, 1, 2), (0, 0, 3, 4))).backward == (0, 0, 3, 4)
+    assert without_unread_runs(step(), StepRuns((0, 1, 2), (0, 0, 3, 4))).backward == (0, 3, 4)
