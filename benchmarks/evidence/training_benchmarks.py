@@ -142,7 +142,7 @@ PREDICTED = Topic(
         Benchmark(
             name="pieces_fuzz",
             module="benchmarks.pieces_fuzz",
-            full="",
+            full="--count 400 --seed 1",
             quick="--count 8",
             tables=(
                 Table(name="pieces-fuzz", what="generated steps in pieces, eight budgets each", says=says.pieces_fuzz),
