@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -117,14 +118,19 @@ class Places:
     """The marks of a step in the words of a plan.
 
     Attributes:
-        calls: of its stages: the module's name, and how many calls of it come before.
+        calls: of its stages: the module's name, and how many calls of it come before outside of stages.
         again: as ``PlannedProbe`` takes it.
     """
 
     def __init__(self, plan: Plan) -> None:
         modules = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
         place = {k: i for i, k in enumerate(modules)}
-        self.calls = [split_name(plan.stages[k].name) for k in modules]
+        self.calls: list[tuple[str, int]] = []
+        inside = Counter[str]()
+        for k in modules:
+            name, number = split_name(plan.stages[k].name)
+            self.calls.append((name, number - inside[name]))
+            inside.update(dict(plan.stages[k].record.inner_calls))
         reruns = lower_schedule(plan.stages, plan.schedule).reruns
         self.again = {place[k]: [place[r.stage] for r in segments] for k, segments in reruns.items() if k in place}
         self._stages = [plan.stages[k].name for k in modules]

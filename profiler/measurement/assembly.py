@@ -29,7 +29,6 @@ from profiler.records import (
 from profiler.trace.partition import (
     ChosenStage,
     alike,
-    calls_inside,
     name_outside,
     parents_of,
     remedy_for,
@@ -144,6 +143,7 @@ class _Assembly:
     def __init__(self, measured: Measured, resident_bytes: int) -> None:
         self._measured = measured
         self._alike = alike(measured.stages)
+        self._names = {stage.call.module: stage.call.name for stage in measured.stages}
         backward = [p for mark, phases in measured.memory.items() if mark.phase == "backward" for p in phases]
         self._after_backward = backward[-1].end_bytes if backward else resident_bytes
         self._records: list[StageRecord] = []
@@ -314,17 +314,9 @@ class _Assembly:
             menu=m.menu_of[k],
             parents=parents_of(m.trace, stage.call),
             calls=calls,
-            inner_calls=self._inner_calls(stage.call),
+            inner_calls=tuple((self._names[module], times) for module, times in stage.inner_calls),
         )
         return self._with_bytes(k, _with_call(record, stage.call))
-
-    def _inner_calls(self, call: Call) -> tuple[tuple[str, int], ...]:
-        """Names of the other stages' modules that a call calls, and how often."""
-        m = self._measured
-        names = {id(stage.call.module): stage.call.name for stage in m.stages}
-        inside = [m.trace.calls[k].module for k in calls_inside(m.trace, call)]
-        counts = Counter(names[id(each)] for each in inside if each is not call.module and id(each) in names)
-        return tuple(counts.items())
 
     def _with_bytes(self, k: int, record: StageRecord) -> StageRecord:
         """The record with what its call saves and returns."""

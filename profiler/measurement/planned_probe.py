@@ -40,7 +40,8 @@ class PlannedProbe(StepProbe):
 
     Args:
         workload: the training step.
-        stages: the module's name of each stage and the number of earlier calls of it, in forward order.
+        stages: the module's name of each stage and the number of earlier calls of it outside of stages, in forward
+            order.
         again: the stages that are recomputed before the backward of each stage, in order: tells calls of one module
             apart.
     """

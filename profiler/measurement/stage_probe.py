@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -73,7 +74,7 @@ class StepProbe:
 
     Args:
         workload: the training step.
-        positions: the number of each stage, by its call.
+        positions: the number of each stage, by its module and the number of its earlier calls outside of stages.
         compile_safe: the same as for ``ForwardPatches``.
     """
 
@@ -227,11 +228,11 @@ class MarkedStep:
 
     def position_of(self, module: nn.Module) -> int | None:
         """The stage that a module's next call is; None for a call inside another stage, or of none."""
-        if self._now.phase == "evaluation":
+        if self._now.phase == "evaluation" or self._in_stage:
             return None
         count = self._calls.get(module, 0)
         self._calls[module] = count + 1
-        return None if self._in_stage else self._positions.get((module, count))
+        return self._positions.get((module, count))
 
     def enter(self, position: int) -> None:
         """A stage's forward begins."""
@@ -289,7 +290,11 @@ class StageProbe(StepProbe):
     """
 
     def __init__(self, workload: Workload, stages: Sequence[ChosenStage]) -> None:
-        positions = {(stage.call.module, stage.call.index): k for k, stage in enumerate(stages)}
+        positions: dict[StageCall, int] = {}
+        inside = Counter[nn.Module]()  # calls by stages before, which do not count: programs make none
+        for k, stage in enumerate(stages):
+            positions[stage.call.module, stage.call.index - inside[stage.call.module]] = k
+            inside.update(dict(stage.inner_calls))
         super().__init__(workload, positions, compile_safe=True)
         self.stages = stages
         self.nodes_of_steps: set[int] = set()

@@ -11,6 +11,7 @@ import fnmatch
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -47,12 +48,14 @@ class ChosenStage:
         links: positions of input tensors that are, unchanged, outputs of the
             stage before: pairs (input leaf, output leaf); empty where it is not linked.
         boundary_storages: storages that live only for such a link.
+        inner_calls: how often it calls modules of other stages itself, as an activation that layers share.
     """
 
     name: str
     call: Call
     links: tuple[tuple[int, int], ...] = ()
     boundary_storages: frozenset[int] = frozenset()
+    inner_calls: tuple[tuple[nn.Module, int], ...] = ()
 
 
 def choose_stages(trace: Trace, patterns: Stages = None) -> tuple[ChosenStage, ...]:
@@ -293,12 +296,20 @@ def stage_name(call: Call) -> str:
 
 def stages_of(trace: Trace, calls: Sequence[Call]) -> tuple[ChosenStage, ...]:
     """Calls of a trace, in forward order, as stages."""
-    stages = [ChosenStage(name=stage_name(call), call=call) for call in calls]
+    stages = [ChosenStage(name=stage_name(c), call=c, inner_calls=_inner_calls(trace, c, calls)) for c in calls]
     for k in range(1, len(calls)):
         links = _links(calls[k - 1], calls[k])
         if links and _nothing_between(trace, calls[k - 1], calls[k]):
             stages[k] = replace(stages[k], links=links, boundary_storages=_exclusive(trace, calls, k, links))
     return tuple(stages)
+
+
+def _inner_calls(trace: Trace, call: Call, calls: Sequence[Call]) -> tuple[tuple[nn.Module, int], ...]:
+    others = {each.module for each in calls} - {call.module}
+    if not others.intersection(call.module.modules()):
+        return ()
+    inside = (trace.calls[k].module for k in calls_inside(trace, call))
+    return tuple(Counter(module for module in inside if module in others).items())
 
 
 def _links(before: Call, after: Call) -> tuple[tuple[int, int], ...]:

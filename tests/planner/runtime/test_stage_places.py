@@ -144,30 +144,37 @@ def test_nested_segments_hold_no_more_when_stages_are_left_out() -> None:
 
 
 class Mixing(nn.Module):
-    """Ends in an activation that it shares with the model around it."""
+    """Has an activation that it shares with the model around it."""
 
     def __init__(self, act: nn.Module) -> None:
         super().__init__()
-        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), act, nn.Linear(4 * WIDTH, 4 * WIDTH)
+        self.up, self.norm, self.act, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            act,
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.up(x)))
+        return self.down(self.act(self.norm(self.up(x))))
 
 
 class SharedActivation(nn.Module):
-    """One activation runs in the layers and between them, as in PyG's GIN."""
+    """One activation runs in the layers and between them, and what they return is joined, as in PyG's GIN."""
 
     def __init__(self) -> None:
         super().__init__()
         self.act = nn.ReLU()
         self.layers = nn.ModuleList(Mixing(self.act) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(4 * WIDTH) for _ in range(4))
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4))
+        self.head = nn.Linear(4 * WIDTH, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = self.narrow(self.act(norm(layer(x))))
-        return x
+            x = self.act(norm(layer(x)))
+            outputs.append(x)
+        return self.head(torch.cat(outputs, -1))
 
 
 @pytest.mark.slow
@@ -180,6 +187,9 @@ def test_a_module_that_stages_share_has_its_places_whatever_they_run_as(menus: b
     with pytest.raises(planner.Infeasible) as caught:
         planner.solve(profile, 1)
     low_bytes, high_bytes = caught.value.minimum_budget_bytes, profile.unplanned_peak_bytes
+    programs = [profile.menus[s.menu].once for s in profile.stages if s.name.startswith("act") and s.menu >= 0]
+    assert len(programs) == 4
+    assert all(once is None or once.forward_peak_bytes == 960 * WIDTH * 4 for once in programs)
     expected = run_of(work, torch.optim.SGD(model.parameters()), 2)
     for share in (0.0, 0.3, 0.6, 0.9):
         plan = planner.solve(profile, round(low_bytes + share * (high_bytes - low_bytes)))
