@@ -54,12 +54,14 @@ class TreeLSTM(nn.Module):
         self.words, self.leaf, self.compose = nn.Embedding(100, WIDTH), Leaf(), Compose()
 
     def forward(self, words: Tensor, tree: Any) -> Tensor:
-        embedded = self.words(words)
+        return self.visit(tree, self.words(words))[0]
 
-        def visit(tree: Any) -> tuple[Tensor, Tensor]:
-            return self.leaf(embedded[:, tree]) if isinstance(tree, int) else self.compose(*map(visit, tree))
-
-        return visit(tree)[0]
+    def visit(self, tree: Any, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Not a closure that calls itself: such a one would leave ``embedded`` in a reference cycle."""
+        if isinstance(tree, int):
+            return self.leaf(embedded[:, tree])
+        left, right = tree
+        return self.compose(self.visit(left, embedded), self.visit(right, embedded))
 
 
 class Gated(nn.Module):
