@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from planner.runtime.plan_checks import check_device, check_inputs
 from planner.runtime.stage_places import split_name
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, step_memory_meter, time_meter
 from profiler.measurement.planned_probe import LiveStorage, LiveTensorTracker, PeakSnapshot, PlannedProbe
+from profiler.measurement.stage_probe import calls_outside
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.random_states import RandomState
 from profiler.workload.snapshot import preserved
@@ -125,12 +125,8 @@ class Places:
     def __init__(self, plan: Plan) -> None:
         modules = [k for k, stage in enumerate(plan.stages) if stage.kind == "stage"]
         place = {k: i for i, k in enumerate(modules)}
-        self.calls: list[tuple[str, int]] = []
-        inside = Counter[str]()
-        for k in modules:
-            name, number = split_name(plan.stages[k].name)
-            self.calls.append((name, number - inside[name]))
-            inside.update(dict(plan.stages[k].record.inner_calls))
+        stages = [plan.stages[k] for k in modules]
+        self.calls = calls_outside((*split_name(stage.name), stage.record.inner_calls) for stage in stages)
         reruns = lower_schedule(plan.stages, plan.schedule).reruns
         self.again = {place[k]: [place[r.stage] for r in segments] for k, segments in reruns.items() if k in place}
         self._stages = [plan.stages[k].name for k in modules]

@@ -26,14 +26,7 @@ from profiler.records import (
     SharedRecord,
     StageRecord,
 )
-from profiler.trace.partition import (
-    ChosenStage,
-    alike,
-    name_outside,
-    parents_of,
-    remedy_for,
-    why_not_recomputable,
-)
+from profiler.trace.partition import ChosenStage, alike, name_outside, parents_of, remedy_for, why_not_recomputable
 from profiler.trace.step_record import Call, Op, Trace
 from profiler.workload.compiled_forwards import COMPILED, is_compiled
 from profiler.workload.data_parallel import given_back_bytes, units_of

@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -67,6 +67,28 @@ class PlainStep:
     copied_bytes: dict[int, int] = field(default_factory=dict)
     gradient_strides: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     cyclic_bytes: int = 0
+
+
+Named = TypeVar("Named", bound=Hashable)
+
+
+def calls_outside(calls: Iterable[tuple[Named, int, Iterable[tuple[Named, int]]]]) -> list[tuple[Named, int]]:
+    """The calls of stages, each with how many calls of its module come before outside of stages.
+
+    Calls inside of stages do not count, since a stage that runs as a program makes none.
+
+    Args:
+        calls: a module, how many calls of it come before, and the modules that the call itself calls, with how often.
+
+    >>> calls_outside([("block", 0, [("act", 2)]), ("act", 2, []), ("block", 1, [("act", 2)]), ("act", 5, [])])
+    [('block', 0), ('act', 0), ('block', 1), ('act', 1)]
+    """
+    found: list[tuple[Named, int]] = []
+    inside = Counter[Named]()
+    for module, number, inner_calls in calls:
+        found.append((module, number - inside[module]))
+        inside.update(dict(inner_calls))
+    return found
 
 
 class StepProbe:
@@ -290,12 +312,8 @@ class StageProbe(StepProbe):
     """
 
     def __init__(self, workload: Workload, stages: Sequence[ChosenStage]) -> None:
-        positions: dict[StageCall, int] = {}
-        inside = Counter[nn.Module]()  # calls by stages before, which do not count: programs make none
-        for k, stage in enumerate(stages):
-            positions[stage.call.module, stage.call.index - inside[stage.call.module]] = k
-            inside.update(dict(stage.inner_calls))
-        super().__init__(workload, positions, compile_safe=True)
+        calls = calls_outside((stage.call.module, stage.call.index, stage.inner_calls) for stage in stages)
+        super().__init__(workload, {call: k for k, call in enumerate(calls)}, compile_safe=True)
         self.stages = stages
         self.nodes_of_steps: set[int] = set()
 

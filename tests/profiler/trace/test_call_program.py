@@ -19,6 +19,7 @@ from profiler.trace.captured_call import GradientLayouts, capture_call
 from profiler.trace.captures import difference
 from profiler.trace.joint_graph import CaptureError
 from profiler.trace.programs import StepOrder, order_of
+from profiler.workload.data_parallel import shows_order_of_gradients
 from profiler.workload.tensor_trees import tensors_in
 
 
@@ -423,6 +424,15 @@ def test_gradients_come_in_the_order_of_eager_code_where_hooks_see_it(name: str)
         orders.append([*came])
     assert orders[0] == orders[1]
     assert len(orders[0]) == len([*module.parameters()]) <= len(program.program.of_parameters_last_first)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_order_of_gradients_shows_where_more_than_two_ranks_add_them_up(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    assert shows_order_of_gradients([]) == (ranks > 2)
 
 
 @pytest.mark.parametrize("loss", [mse_loss, l1_loss, smooth_l1_loss, huber_loss, binary_cross_entropy, cross_entropy])
