@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pandas
@@ -58,6 +59,12 @@ def off(table: Frame) -> Frame:
 
 def row(table: Frame, **wanted: object) -> Any:
     return table[(table[list(wanted)] == list(wanted.values())).all(axis=1)].iloc[0]
+
+
+def whole_and_in_pieces(table: Frame, way: str) -> tuple[str, ...]:
+    """Peak in GiB and time of the first model, with its head whole and in pieces."""
+    rows = [row(table, model=table.model[0], head=head, way=way) for head in ("whole", "in pieces")]
+    return tuple(text for each in rows for text in (f"{each.peak_MiB / 1024:.1f}", f"{each.over_plain:.2f}"))
 
 
 def in_pieces(way: Any) -> tuple[str, ...]:
@@ -129,6 +136,13 @@ CLAIMS = [
           "results/large-head", lambda t: in_pieces(row(t, way="in pieces, smallest budget"))),
     Claim("docs/pieces.md", r"takes ([\d.]+) times as long at the same peak", "results/large-head",
           lambda t: (f"{1 / t.over_by_hand.mean():.1f}",)),
+    *(Claim("docs/why-the-peak.md", rf"\| {line} \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|",
+            "results/true-peak-boundaries", partial(whole_and_in_pieces, way=way))
+      for line, way in (("everything kept", "everything kept"), ("every block recomputed", "every block recomputed"),
+                        (r"and its input in host memory .*?", "and its input in host memory"),
+                        ("a plan with the peak of recomputing every block", "ours, at the peak of every block"),
+                        ("a plan with the peak of the line before that",
+                         "ours, at the peak with inputs in host memory"))),
     Claim("docs/workload.md", r"as long as (\d+) to (\d+) plain steps", "results/overhead",
           lambda t: (span(t.profile_in_plain_steps)[0], span(t.with_menus_in_plain_steps)[1])),
     Claim("docs/workload.md", r"and (\d+) to (\d+) for \[ten\]", "results/extra-seconds",
