@@ -204,7 +204,7 @@ PREDICTED = Topic(
         Benchmark(
             name="fuzz",
             module="benchmarks.fuzz",
-            full="--count 10000 --seed 14 --jobs 2",
+            full="--count 3000 --seed 15 --jobs 2",
             quick="--count 40 --seed 14",
             tables=(Table(name="fuzz", what="generated models, habits of training and budgets", says=says.fuzz),),
         ),
