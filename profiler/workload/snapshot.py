@@ -43,6 +43,8 @@ from profiler.workload.tensor_memory import TensorMemory
 from profiler.workload.torch_state import current_flags, stacks_kept
 from profiler.workload.workload import Workload
 
+_FROZEN_FROM_START = gc.get_freeze_count()  # Python 3.12 begins with some hundred objects frozen
+
 
 @contextmanager
 def preserved(workload: Workload) -> Iterator[None]:
@@ -51,16 +53,19 @@ def preserved(workload: Workload) -> Iterator[None]:
     Parameters, buffers and gradients, modules' flags and attributes, the states of optimizer and scaler, the inputs,
     and the flags of torch. Copies lie in host memory. Gradients are set aside, so the step inside starts without any.
     Cyclic garbage of before is collected first and none inside: when its tensors go would be chance, and show in the
-    measurements.
+    measurements. Where a measurement collects garbage itself, it looks only at objects made inside: all others are
+    frozen, unless some were before.
 
     Raises:
         RestoreError: something cannot be remembered, before anything has run; or not be put back, when all else is.
     """
     gc.collect()
-    collects, back = gc.isenabled(), Restoring()
+    collects, freezes, back = gc.isenabled(), gc.get_freeze_count() <= _FROZEN_FROM_START, Restoring()
     with torch.set_grad_enabled(torch.is_grad_enabled()), stacks_kept():
         try:
             gc.disable()
+            if freezes:
+                gc.freeze()
             with nullcontext() if workload.custom_step is None else _replaying(workload.custom_step):
                 _remember(workload, back)
                 try:
@@ -73,6 +78,8 @@ def preserved(workload: Workload) -> Iterator[None]:
                         back.restore()
                         raise
         finally:
+            if freezes:
+                gc.unfreeze()
             if collects:
                 gc.enable()
 

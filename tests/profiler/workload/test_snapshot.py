@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections import Counter, OrderedDict, deque
 from types import SimpleNamespace
@@ -141,6 +142,29 @@ class Scheduled(nn.Module):
         inner = self.at.inner
         counts = [self.schedule.step, self.schedule.seen, hasattr(self.schedule, "late"), self.kinds, len(self.long)]
         return [*counts, inner.step, inner.mean.tolist(), norm.running_mean.tolist(), gradients]
+
+
+def test_garbage_is_looked_for_only_among_objects_made_inside() -> None:
+    work = Workload(nn.Linear(4, 4), torch.randn(2, 4), loss=torch.sum)
+    gc.unfreeze()  # what the tests have frozen
+    with preserved(work):
+        frozen = gc.get_freeze_count()
+        assert frozen > 0
+        with preserved(work):
+            assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_caller_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with preserved(Workload(nn.Linear(4, 4), torch.randn(2, 4), loss=torch.sum)):
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("trained", [False, True])
