@@ -177,7 +177,7 @@ PREDICTED = Topic(
         Benchmark(
             name="equal-budget",
             module="benchmarks.equal_budget",
-            full="",
+            full="--rounds 5",
             quick=None,
             tables=(
                 Table(
