@@ -53,6 +53,9 @@ Run = Callable[[], object]
 _MOST_TRIED_BYTES, _MOST_TRIED_SECONDS = 2**30, 1.0
 # cuDNN 9 took less than so much, and a share of the largest convolution's tensors, on an H200.
 _CUDNN_BYTES, _CUDNN_SHARE = 32 * 2**20, 8
+# What a dropout of float32 moves for each number: the op that files of devices have the rate of draws from.
+_DRAWN_BYTES = 9
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 
 class DeviceCosts:
@@ -87,6 +90,8 @@ class DeviceCosts:
         if kind == "matmul" and dtype == "float32" and cuda and torch.backends.cuda.matmul.allow_tf32:
             dtype = "tfloat32"
         work = work_of(kind, op, args, kwargs, result)
+        if kind == "random" and not cuda and dtype not in _FLOATS:  # On a CPU draws take time, whatever they are of.
+            dtype, work = "float32", float(_DRAWN_BYTES * sum(tensor.numel() for tensor in tensors_in(result)))
         seconds = self.device.rate_of(kind, dtype).seconds(work)
         if kind in BY_FLOPS and cuda:  # A product with few rows is limited by reading its matrices.
             moved_bytes = _moved_bytes(args, kwargs, result)

@@ -15,6 +15,7 @@ from profiler.device_record import BY_FLOPS, DeviceRecord, OpRate
 from profiler.measurement.device_memory import held_beside_result
 from profiler.simulation.op_costs import DeviceCosts, dtype_of, kind_of, name_of, work_of
 from profiler.simulation.simulated_device import simulating
+from profiler.trace.dropout_masks import MASK, MASKED
 
 aten = torch.ops.aten
 MATMUL, MEMORY = 1000.0, 100.0  # per second
@@ -127,6 +128,21 @@ def test_seconds_by_hand() -> None:
     assert seconds(found, aten.add.Tensor, made(10), made(10)) == pytest.approx(120 / MEMORY)
     assert seconds(found, aten.view.default, made(10), [2, 5]) == 0.0
     assert seconds(found, aten.empty.memory_format, [1000]) == 0.0
+
+
+def test_on_a_cpu_a_draw_takes_as_long_whatever_it_is_of() -> None:
+    rates = (OpRate(kind="memory", per_second=MEMORY), OpRate(kind="random", dtype="float32", per_second=1.0))
+    found, numbers = costs(rates=rates), made(100)
+    dropout = found.seconds(
+        aten.native_dropout.default, (numbers, 0.5, True), {}, (numbers, made(100, dtype=torch.bool))
+    )
+    assert dropout == pytest.approx(900.0)
+    assert seconds(found, MASK, [100], [1], 0.5) == pytest.approx(dropout)
+    assert seconds(found, MASKED, numbers, made(100, dtype=torch.bool), 2.0) == pytest.approx(900 / MEMORY)
+    on_cuda = costs("cuda", rates=rates)
+    assert on_cuda.seconds(aten.randperm.default, (100,), {}, made(100, dtype=torch.int64)) == pytest.approx(
+        800 / MEMORY
+    )
 
 
 def test_a_product_with_few_rows_takes_as_long_as_reading_its_matrices_on_cuda() -> None:
