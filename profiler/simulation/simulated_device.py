@@ -244,7 +244,7 @@ class SimulatedDevice(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op on fake tensors, or for real where it makes whole numbers of whole numbers."""
         given = _tensors_in((args, kwargs))
-        if any(isinstance(tensor, FakeTensor) for tensor in given):
+        if func._schema.name in _DRAWN_FOR_FAKE or any(isinstance(tensor, FakeTensor) for tensor in given):
             return self._run_fake(func, args, kwargs, given)
         whole = all(map(is_whole, given))
         shaped_by_values = torch.Tag.dynamic_output_shape in func.tags
@@ -395,6 +395,8 @@ _USUALLY = {
     **dict.fromkeys(("aten::any", "aten::isnan", "aten::isinf", "aten::_is_any_true"), False),
     **dict.fromkeys(("aten::all", "aten::isfinite", "aten::_is_all_true"), True),
 }
+# Dropout in programs: a mask has no tensor among its arguments, and whole numbers would be drawn for real.
+_DRAWN_FOR_FAKE = ("sublinear_planner::dropout_mask",)
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 

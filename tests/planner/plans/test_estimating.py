@@ -125,6 +125,13 @@ def test_the_peak_is_the_measured_one_and_plans_hold_on_the_real_model(name: str
         assert _same(_numbers(applied), expected)
 
 
+@pytest.mark.parametrize("build", [mlp, gpt2])
+def test_the_stages_that_have_programs_are_those_of_a_measured_profile(build: Build) -> None:
+    estimated, measured = planner.estimate(build, device=A_CPU), planner.profile(build())
+    assert [menu.opaque for menu in estimated.menus] == [menu.opaque for menu in measured.menus]
+    assert not any(menu.opaque for menu in measured.menus)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "normalized"])
 def test_the_states_are_those_of_a_measured_profile(name: str) -> None:
