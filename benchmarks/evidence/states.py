@@ -104,9 +104,9 @@ def review(commit: str, why: str, but: Collection[str] = ()) -> int:
     Args:
         commit: before the change.
         why: in a sentence.
-        but: names of benchmarks of which it does.
+        but: names of benchmarks of which it does; others of the same module are not reviewed either.
     """
-    modules = {benchmark.module for name, benchmark in BENCHMARKS.items() if name not in but}
+    modules = {each.module for each in BENCHMARKS.values()} - {BENCHMARKS[name].module for name in but}
     pairs = {code_today(module): _fingerprint_at(commit, module) for module in modules}
     pairs = {after: before for after, before in pairs.items() if after != before}
     add_review(_git("rev-parse", "--short", commit), why, pairs)
