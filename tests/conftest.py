@@ -15,6 +15,8 @@ import torch
 
 import planner
 from planner import zoo
+from planner.plans import call_programs, exact_programs, profiling
+from solvers.chain import registry
 from tests.support.command_line import SMALL, TARGETS, done
 
 SLOW_FOLDERS = {
@@ -22,12 +24,21 @@ SLOW_FOLDERS = {
     "benchmarks",
 }  # of real models; elsewhere slow tests are marked one by one
 MANY_OBJECTS = 50_000
+SEARCHES = [
+    (call_programs, "_MENU_SECONDS"),
+    (exact_programs, "EXACT_SECONDS"),
+    (profiling, "_SECONDS"),
+    (registry, "AUTO_ILP_SECONDS"),
+]
+SEARCH_SHARE = 0.2  # of the time: plans of tests have to be right, and need not be the fastest there are
 THREADS = 1  # the same on every machine, as sums depend on it; two processes of tests share two cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
     os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the processes that tests start
+    for module, seconds in SEARCHES:
+        setattr(module, seconds, SEARCH_SHARE * getattr(module, seconds))
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()  # No secret of the tests' in the user's own state folder.
 
 

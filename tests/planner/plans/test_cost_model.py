@@ -35,12 +35,18 @@ def test_no_option_is_free_however_it_was_measured(blocks: planner.Profile) -> N
         menu, keep = lucky.menus[record.menu], stage.options[0]
         if menu.graph is None:
             continue
-        whole = sum(op.seconds for op in menu.graph.ops if op.side == "backward")
+        graph, once = menu.graph, menu.options[0].runs
+        assert not once.again
         for option, made in zip(menu.options, stage.options[1:], strict=True):
-            again = sum(menu.graph.ops[ordinal].seconds for ordinal in option.runs.again.elements()) / whole
+            # A program may also run an op in backward alone.
+            forward, backward = (
+                sum(graph.ops[ordinal].seconds for ordinal in ordinals) / sum(graph.ops[o].seconds for o in each) - 1
+                for ordinals, each in zip(option.runs, once, strict=True)
+            )
             extra = made.forward_seconds + made.backward_seconds - keep.forward_seconds - keep.backward_seconds
-            assert extra == pytest.approx(again * menu.keep_backward_seconds)
-            checked += extra > 0
+            expected = forward * menu.keep_forward_seconds + backward * menu.keep_backward_seconds
+            assert extra == pytest.approx(expected, abs=1e-12)
+            checked += extra > 0 and bool(option.runs.again)
     assert checked
 
 

@@ -28,7 +28,7 @@ from tests.support.small_blocks import WIDTH, Residual, Stack
 
 
 def smallest_plan(work: Workload, **settings: Any) -> planner.Plan:
-    profile = planner.profile(work, **settings)
+    profile = planner.profile(work, menus=False, **settings)
     with pytest.raises(planner.Infeasible) as caught:
         planner.solve(profile, 1, solver="rotor")
     return planner.solve(profile, caught.value.minimum_budget_bytes, solver="rotor")
@@ -110,7 +110,7 @@ def test_a_plan_whose_forward_somebody_replaced_by_the_one_of_before_is_taken_of
 @pytest.mark.slow
 def test_a_plan_that_keeps_everything_patches_no_stage() -> None:
     work = workload("plain")
-    profile = planner.profile(work)
+    profile = planner.profile(work, menus=False)
     with planner.apply(work.model, planner.solve(profile, "100%")):
         assert [name for name, module in work.model.named_modules() if "forward" in module.__dict__] == [""]
 
@@ -154,7 +154,7 @@ def test_plans_survive_their_file_and_refuse_spoilt_ones(tmp_path: Any) -> None:
 @pytest.mark.slow
 def test_a_schedule_that_reruns_what_is_outside_is_refused() -> None:
     work = workload("plain")
-    profile = planner.profile(work, stages=["blocks.*"])
+    profile = planner.profile(work, stages=["blocks.*"], menus=False)
     plan = smallest_plan(work, stages=["blocks.*"])
     outside = next(k for k, stage in enumerate(profile.stages) if stage.kind == "outside")
     actions = tuple(
@@ -171,7 +171,7 @@ def test_a_nested_segment_lowered_by_hand() -> None:
     # Linked stages a, b, c: drop all with only the input of a held; before the backward of c run a and b again,
     # holding the inputs of both b and a, then c; before that of b run b; before that of a run a.
     work = workload("plain")
-    profile = planner.profile(work, stages=["blocks.0", "blocks.1", "blocks.2"])
+    profile = planner.profile(work, stages=["blocks.0", "blocks.1", "blocks.2"], menus=False)
     plan = planner.solve(profile, profile.unplanned_peak_bytes)
     first = [s.name for s in plan.stages].index("blocks.0")
     a, b, c = first, first + 1, first + 2
@@ -199,7 +199,7 @@ def test_a_nested_segment_lowered_by_hand() -> None:
 @pytest.mark.slow
 def test_auto_checkpoint_does_it_in_one_call() -> None:
     work = workload("dropout")
-    profile = planner.profile(work)
+    profile = planner.profile(work, menus=False)
     budget = int(0.8 * profile.unplanned_peak_bytes)
     model = planner.auto_checkpoint(work, budget=budget, solver="rotor")
     assert model is work.model
@@ -211,7 +211,7 @@ def test_auto_checkpoint_does_it_in_one_call() -> None:
 
 @pytest.mark.slow
 def test_infeasible_says_the_smallest_budget_and_what_forces_it() -> None:
-    profile = planner.profile(workload("plain"))
+    profile = planner.profile(workload("plain"), menus=False)
     with pytest.raises(planner.Infeasible) as caught:
         planner.solve(profile, "1KiB")
     error = caught.value
@@ -223,7 +223,7 @@ def test_infeasible_says_the_smallest_budget_and_what_forces_it() -> None:
 
 @pytest.mark.slow
 def test_a_smaller_budget_never_gives_a_larger_peak_nor_a_faster_step() -> None:
-    profile = planner.profile(workload("skip"))
+    profile = planner.profile(workload("skip"), menus=False)
     plans = []
     for percent in range(100, 0, -5):
         try:

@@ -96,7 +96,7 @@ def test_the_peak_is_that_of_torchs_own_tracker(name: str) -> None:
         work.step()
     expected = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert planner.measure(work, repeats=1).peak_bytes == expected
-    assert planner.profile(work).unplanned_peak_bytes == expected
+    assert planner.profile(work, menus=False).unplanned_peak_bytes == expected
 
 
 def test_bytes_of_a_linear_chain_by_hand() -> None:
@@ -115,20 +115,18 @@ def test_bytes_of_a_linear_chain_by_hand() -> None:
 
 
 def names_of(work: Workload, **settings: Any) -> list[str]:
-    return [stage.name for stage in planner.profile(work, **settings).stages if stage.kind == "stage"]
+    return [stage.name for stage in planner.profile(work, menus=False, **settings).stages if stage.kind == "stage"]
 
 
 @pytest.mark.slow
 def test_stages_are_the_blocks_of_the_zoo_models() -> None:
     small = {"layers": 4, "hidden": 32, "heads": 2, "batch": 2}
-    assert {f"transformer.h.{i}" for i in range(4)} <= set(names_of(build("gpt2", seq=16, **small), menus=False))
-    assert {f"bert.encoder.layer.{i}" for i in range(4)} <= set(names_of(build("bert", seq=16, **small), menus=False))
-    assert {f"model.layers.{i}" for i in range(4)} <= set(names_of(build("llama", seq=16, **small), menus=False))
-    assert {f"vit.layers.{i}" for i in range(4)} <= set(names_of(build("vit", image=32, patch=8, **small), menus=False))
-    assert {"down1", "down4", "mid", "up4", "up1"} <= set(
-        names_of(build("unet", hidden=4, image=32, batch=2), menus=False)
-    )
-    found = names_of(build("resnet50", hidden=8, image=32, batch=4), menus=False)
+    assert {f"transformer.h.{i}" for i in range(4)} <= set(names_of(build("gpt2", seq=16, **small)))
+    assert {f"bert.encoder.layer.{i}" for i in range(4)} <= set(names_of(build("bert", seq=16, **small)))
+    assert {f"model.layers.{i}" for i in range(4)} <= set(names_of(build("llama", seq=16, **small)))
+    assert {f"vit.layers.{i}" for i in range(4)} <= set(names_of(build("vit", image=32, patch=8, **small)))
+    assert {"down1", "down4", "mid", "up4", "up1"} <= set(names_of(build("unet", hidden=4, image=32, batch=2)))
+    found = names_of(build("resnet50", hidden=8, image=32, batch=4))
     assert {"resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.3.layers.2"} <= set(found)
 
 
@@ -152,25 +150,25 @@ def test_calls_of_one_module_are_told_apart() -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_run_twice_is_not_recomputable() -> None:
-    reasons = {s.name: s.reason for s in planner.profile(workload("cache"), stages=["blocks.*"]).stages}
+    reasons = {s.name: s.reason for s in planner.profile(workload("cache"), stages=["blocks.*"], menus=False).stages}
     assert all("puts tensors into a Cache" in reasons[f"blocks.{i}"] for i in range(3))
-    eats = {s.name: s for s in planner.profile(workload("eats_input"), stages=["blocks.*"]).stages}
+    eats = {s.name: s for s in planner.profile(workload("eats_input"), stages=["blocks.*"], menus=False).stages}
     assert "in place" in eats["blocks.0"].reason
     assert "in place" in eats["blocks.2"].reason
     assert eats["blocks.1"].recomputable and eats["blocks.3"].recomputable
-    stores = {s.name: s for s in planner.profile(workload("remembers"), stages=["blocks.*"]).stages}
+    stores = {s.name: s for s in planner.profile(workload("remembers"), stages=["blocks.*"], menus=False).stages}
     assert "stores tensors" in stores["blocks.0"].reason
-    meddles = {s.name: s for s in planner.profile(workload("meddles"), stages=["blocks.*"]).stages}
+    meddles = {s.name: s for s in planner.profile(workload("meddles"), stages=["blocks.*"], menus=False).stages}
     assert "buffer of another module" in meddles["blocks.0"].reason
-    after = {s.name: s for s in planner.profile(workload("changed_after"), stages=["blocks.*"]).stages}
+    after = {s.name: s for s in planner.profile(workload("changed_after"), stages=["blocks.*"], menus=False).stages}
     assert all(after[f"blocks.{i}"].recomputable for i in range(4))
 
 
 @pytest.mark.slow
 def test_random_draws_and_buffers_are_seen() -> None:
-    dropout = planner.profile(workload("dropout"), stages=["blocks.*"])
+    dropout = planner.profile(workload("dropout"), stages=["blocks.*"], menus=False)
     assert all(s.draws_random for s in dropout.stages if s.kind == "stage")
-    norm = planner.profile(workload("batchnorm"), stages=["blocks.*"])
+    norm = planner.profile(workload("batchnorm"), stages=["blocks.*"], menus=False)
     stage = next(s for s in norm.stages if s.kind == "stage")
     assert stage.mutated_buffers == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
     assert not stage.draws_random
@@ -223,7 +221,7 @@ def test_a_spoilt_profile_file_is_refused(tmp_path: Any, blocks_of_plain: Profil
 
 @pytest.mark.slow
 def test_files_are_written_whole_or_not_at_all(tmp_path: Any) -> None:
-    profile = planner.profile(workload("plain"))
+    profile = planner.profile(workload("plain"), menus=False)
     with pytest.raises(ValueError, match="folder"):
         profile.save(tmp_path / "missing" / "profile.json")
     assert list(tmp_path.iterdir()) == []
@@ -256,7 +254,7 @@ def test_a_model_without_stages_can_still_be_profiled() -> None:
 def test_existing_gradients_are_resident() -> None:
     work = workload("plain")
     work.accumulate = True
-    profile = planner.profile(work)
+    profile = planner.profile(work, menus=False)
     trainable = sum(p.numel() * 4 for p in work.model.parameters())
     assert profile.resident.gradients == trainable
     assert all(p.grad is None for p in work.model.parameters())
