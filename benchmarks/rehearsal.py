@@ -15,20 +15,22 @@ from unittest.mock import patch
 
 from benchmarks.evidence.listing import Benchmark
 from planner import zoo
+from profiler.measurement import calibration
 
 _MOST = {"layers": 2, "hidden": 32, "heads": 2, "seq": 32, "vocab": 64, "batch": 2, "image": 32, "patch": 16}
+_CALIBRATION = {"_SECONDS": 1e-3, "_WARM_BYTES": 2**20, "_COLD_BYTES": 2**20, "_STEPS": 1}
 
 
 @contextmanager
 def tiny_models() -> Iterator[None]:
-    """Inside, models of the zoo have no larger sizes than a few."""
+    """Inside, models of the zoo have no larger sizes than a few, and calibrating an op takes a millisecond."""
     checked = zoo.checked_settings
 
     def tiny(name: str, builder: Any, settings: Any) -> dict[str, Any]:
         found = checked(name, builder, settings)
         return {key: min(value, _MOST[key]) if key in _MOST else value for key, value in found.items()}
 
-    with patch.object(zoo, "checked_settings", tiny):
+    with patch.object(zoo, "checked_settings", tiny), patch.multiple(calibration, **_CALIBRATION):
         yield
 
 

@@ -119,6 +119,7 @@ def test_a_search_gives_one_row_for_each_way_that_is_open() -> None:
     assert [(row.way, row.times, row.speed) for row in rows] == [("no plan", 1.0, 1.0), ("recompute", 10.0, 0.75)]
 
 
+@pytest.mark.nightly
 def test_resnet_checkpoints_are_the_16_residual_sums_and_the_solver_is_no_worse() -> None:
     workload = build("resnet50", hidden=2, image=32, batch=2)
     plans = headline_resnet.plans_of(planner.profile(workload, menus=False, rules=headline_resnet.CHECKPOINTS))

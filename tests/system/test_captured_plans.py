@@ -106,6 +106,7 @@ def test_every_plan_is_exact_and_takes_the_bytes_predicted(skips: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_programs_of_two_menus_with_one_graph_are_not_mixed_up() -> None:
     profile = planner.profile(workload(skips=True), stages=["Block"])
     once, *others = profile.menus[2].options

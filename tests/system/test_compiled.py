@@ -327,6 +327,7 @@ def test_only_what_is_compiled_by_itself_counts_as_compiled() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_inductor_computes_the_same_where_the_plan_cuts_its_graph(inductor: str) -> None:
     expected, work = workload("batchnorm"), workload("batchnorm")
     whole_by_method(expected, inductor)

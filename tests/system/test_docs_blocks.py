@@ -24,7 +24,11 @@ from planner.cli.output import Output
 from tests.support.doc_blocks import COMMANDS, PAGES, PRINTED, READ_ELSEWHERE, ROOT, RUN, Block, blocks_in, blocks_of
 
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
-AT_NIGHT = ("advice", "plans", "solvers", "max-batch", "frameworks", "reading-a-plan", "offload")  # the longest pages
+# The longest pages.
+AT_NIGHT = (
+    *("advice", "estimate", "frameworks", "getting-started", "max-batch", "offload", "out-of-memory", "plans"),
+    *("reading-a-plan", "rules", "solvers"),
+)
 WITH_SLOW_BLOCKS = [page for page in WITH_BLOCKS if any(block.slow for block in blocks_of(page))]
 _BEFORE_A_NUMBER = re.compile(r"[^0-9]*")
 

@@ -81,7 +81,7 @@ def profiled(name: str) -> planner.Profile:
     return planner.profile(workload(name))
 
 
-BY_DAY = ["dropout", "skip", "in_place"]
+BY_DAY = ["dropout", "in_place"]
 
 
 @pytest.mark.parametrize("name", by_day(MODELS, BY_DAY))

@@ -34,7 +34,7 @@ def as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:planner. use_cache", "ignore:apply. the memory of this")
 @pytest.mark.usefixtures("as_a_script")
-@pytest.mark.parametrize("name", by_day(NAMES, ["value_in_branch", "three_lengths"]))
+@pytest.mark.parametrize("name", by_day(NAMES, ["value_in_branch"]))
 def test_an_example_trains_within_its_budget(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "timm_loop":  # It needs a torchvision of the same build as torch; the index has none for the CPU alone.
         pytest.importorskip("timm")

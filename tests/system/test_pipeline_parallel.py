@@ -12,7 +12,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import planner
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.rank_processes import values_of_ranks
-from tests.support.nightly import by_day
 from tests.support.parallel_models import PipelineLoop, Transformer, next_words, trained
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -66,7 +65,8 @@ def under_plans(rank: int, name: str) -> dict[str, Any]:
     return {"plans": plans, "most_beside": max(count for count, _ in profile.in_flight)}
 
 
-@pytest.mark.parametrize("name", by_day(SCHEDULES, ["1f1b"]))
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.nightly
 def test_each_stage_has_a_plan_and_all_of_its_micro_batches_fit(name: str) -> None:
     both = values_of_ranks(under_plans, name)
     # GPipe goes forward with all before the first goes backward; in 1F1B the last stage has one at a time.

@@ -49,6 +49,7 @@ SKIP = "needs glibc's malloc, /proc and a limit on private memory, as Linux has 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason=SKIP)
+@pytest.mark.nightly
 def test_a_process_that_may_have_no_more_memory_goes_on_with_less(tmp_path: Path):
     (tmp_path / "target.py").write_text(TARGET)
     target = f"{tmp_path / 'target.py'}:build"

@@ -17,7 +17,6 @@ from benchmarks.outside_meter import OutsideMeter
 from benchmarks.rank_processes import values_of_ranks
 from profiler.workload.tensor_parts import local_part
 from tests.support.late_release import late_bytes
-from tests.support.nightly import by_day
 from tests.support.parallel_models import Block, Transformer, next_words, words
 
 STEPS = 3
@@ -140,11 +139,12 @@ def _row(shard: Callable[[Transformer], None], plan: planner.Plan, expected: lis
     }
 
 
-BY_DAY = ("given back after forward", "units inside stages")
-BY_NIGHT = tuple(name for name in SETTINGS if name not in BY_DAY)
+FEW = ("given back after forward", "units inside stages")
+REST = tuple(name for name in SETTINGS if name not in FEW)
 
 
-@pytest.mark.parametrize("names", by_day([BY_DAY, BY_NIGHT], [BY_DAY]), ids=" and ".join)
+@pytest.mark.parametrize("names", [FEW, REST], ids=" and ".join)
+@pytest.mark.nightly
 def test_plans_are_exact_and_within_what_they_predict(names: Sequence[str]) -> None:
     first, second = values_of_ranks(under_plans, names, limit_seconds=580)
     for name in names:

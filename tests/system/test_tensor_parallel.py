@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import planner
 from benchmarks.outside_meter import OutsideMeter
 from benchmarks.rank_processes import values_of_ranks
-from tests.support.nightly import by_day
 from tests.support.parallel_models import next_words, sharded_transformer, trained, words
 
 BUDGETS = ("95%", "1%")  # of the second one the smallest feasible
@@ -70,7 +69,8 @@ def under_plans(rank: int, sequence: bool) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("sequence", by_day([False, True], [True]))
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.nightly
 def test_plans_are_exact_within_the_budget_and_the_same(sequence: bool) -> None:
     first, second = values_of_ranks(under_plans, sequence)
     for said in (first, second):

@@ -123,7 +123,7 @@ def budgets(profile: planner.Profile) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", by_day(NETS, ["unet", "turned"]))
+@pytest.mark.parametrize("name", by_day(NETS, ["unet"]))
 def test_every_plan_is_exact_and_takes_the_bytes_predicted(name: str, tmp_path: Path) -> None:
     profile = profile_of(name)
     (stage,) = [stage for stage in profile.stages if stage.kind == "stage"]
@@ -152,7 +152,8 @@ def test_a_model_without_blocks_is_one_stage_without_being_asked_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faster", by_day(["whole", "parts"], ["whole"]))
+@pytest.mark.parametrize("faster", ["whole", "parts"])
+@pytest.mark.nightly
 def test_blocks_that_read_far_back_are_one_stage_where_its_plans_are_faster(
     faster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def tight():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_prediction_is_what_a_real_step_takes(tight):
     own = variants(batch=512)
     kinds = set()

@@ -58,6 +58,7 @@ def of_rank_at(rank: int) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_all_ranks_begin_with_the_first_ones_weights_and_search_together():
     first, second = values_of_ranks(wrapped)
     expected = [parameter.detach() for parameter in of_rank(0).model.parameters()]

@@ -161,6 +161,7 @@ def killed_between_messages(rank: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_is_killed_is_named():
     survivor, *killed = run_on_ranks(two_are_killed, ranks=3, group_seconds=2.0)
     assert [result.exit_code for result in killed] == [-signal.SIGKILL, -signal.SIGKILL]

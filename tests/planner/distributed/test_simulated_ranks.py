@@ -22,7 +22,6 @@ from planner.plans.solving import quick_plan
 from profiler.workload.data_parallel import gathered_sizes, states_in
 from profiler.workload.workload import Workload
 from solvers.chain.persistent import shortage
-from tests.support.nightly import by_day
 from tests.support.parallel_models import Transformer, next_words, words
 
 WIDTH = 33  # rows of weights that are not divided evenly
@@ -64,7 +63,8 @@ def real(rank: int, plans: dict[Case, planner.Plan], profiled: bool) -> dict[Cas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", by_day([2, 4], [2]))
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.nightly
 def test_a_simulated_rank_holds_what_the_worst_real_one_holds(ranks: int) -> None:
     """Under ``fully_shard`` gloo's threads let go of a copy of reduced gradients at once, or late.
 

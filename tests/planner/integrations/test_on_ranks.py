@@ -8,12 +8,12 @@ import pytest
 from torch import nn
 
 from tests.support.late_release import late_bytes
-from tests.support.nightly import by_day
 from tests.support.torchrun import output_of_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", by_day(["trainer", "lightning-ddp", "lightning-fsdp2"], ["trainer"]))
+@pytest.mark.parametrize("kind", ["trainer", "lightning-ddp", "lightning-fsdp2"])
+@pytest.mark.nightly
 def test_losses_stay_and_all_ranks_have_one_plan(kind: str) -> None:
     printed = output_of_ranks("-m", "tests.support.framework_ranks", kind)
     said = [json.loads(line) for line in printed.splitlines() if line.startswith('{"losses"')]

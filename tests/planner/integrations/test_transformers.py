@@ -186,6 +186,7 @@ def test_training_resumes_from_a_checkpoint_with_evaluation_between_steps(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_that_no_plan_meets_makes_batches_smaller_where_the_trainer_finds_their_size(tmp_path: Path) -> None:
     with pytest.raises(planner.Infeasible) as refusal:
         Run(plain_trainer, tmp_path / "least", 1, data=ROWS, max_steps=2)

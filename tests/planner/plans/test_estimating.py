@@ -194,8 +194,9 @@ def test_a_rank_has_the_bytes_of_one_that_runs_and_waits_for_what_it_sends(engin
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("ranks", [at_night(2), 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_estimates_have_the_peaks_of_ranks_that_run(ranks: int) -> None:
     """Gloo's: tensor parallel, DistributedDataParallel, fully_shard, and both of the first and last."""
     kinds = [kind for kind in KINDS if kind != "2d" or ranks == 4]

@@ -158,7 +158,8 @@ MODELS = {"long sequence": (Wide, (1, 512, WIDTH)), "images": (Convolutions, (8,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", by_day(MODELS, ["long sequence"]))
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.nightly
 def test_modules_in_pieces_take_what_the_plan_says_and_have_the_gradients_of_the_step(name):
     kind, shape = MODELS[name]
     torch.manual_seed(0)

@@ -65,6 +65,7 @@ def test_a_cpu_has_no_such_allocator() -> None:
     assert run.peak_bytes <= 0.85 * found.unplanned_peak_bytes
 
 
+@pytest.mark.nightly
 def test_a_head_runs_in_pieces() -> None:
     large = functools.partial(zoo.build, "gpt2", layers=1, hidden=32, heads=2, vocab=4000, batch=8, seq=256)
     found = planner.estimate(large, device=CARD, numerics="rounding")
