@@ -23,14 +23,14 @@ SLOW_FOLDERS = {
     "system",
     "benchmarks",
 }  # of real models; elsewhere slow tests are marked one by one
-MANY_OBJECTS = 50_000
+MANY_MODULES, modules_looked_at = 30, 0
 SEARCHES = [
     (call_programs, "_MENU_SECONDS"),
     (exact_programs, "EXACT_SECONDS"),
     (profiling, "_SECONDS"),
     (registry, "AUTO_ILP_SECONDS"),
 ]
-SEARCH_SHARE = 0.2  # of the time: plans of tests have to be right, and need not be the fastest there are
+SEARCH_SHARE = 0.1  # of the time: plans of tests have to be right, and need not be the fastest there are
 THREADS = 1  # the same on every machine, as sums depend on it; two processes of tests share two cores
 
 
@@ -65,7 +65,9 @@ def short_collections() -> None:
 
     A quarter of a second each, with all that transformers and Dynamo import at first use.
     """
-    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
+    global modules_looked_at
+    if len(sys.modules) - modules_looked_at > MANY_MODULES:
+        modules_looked_at = len(sys.modules)
         gc.collect()
         gc.freeze()
 

@@ -168,6 +168,7 @@ def test_parts_that_are_called_often_train_as_without_a_plan(name: str) -> None:
                 assert_same(state_after(work), expected)
 
 
+@pytest.mark.nightly
 def test_a_program_of_a_part_whose_input_comes_from_further_back_takes_what_is_predicted() -> None:
     """The right child lies between the left one and their parent, and the left one goes in the parent's backward."""
     profile = planner.profile(workload("tree"))

@@ -163,6 +163,7 @@ def test_outputs_that_are_none_are_refused_before_anything_runs(written: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_of_many(written: Path) -> None:
     def estimated(*args: str) -> dict[str, Any]:
         return json.loads(done("estimate", *TARGET, "--device", written / "card.json", *args, "--json").stdout)
