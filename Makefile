@@ -45,7 +45,7 @@ lint: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not nightly"
 
-# Further cases of kinds that make test has one of.
+# Long tests, and further cases of kinds that make test has one of.
 test-nightly: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m nightly
 

@@ -67,6 +67,7 @@ def test_every_prediction_is_what_a_real_step_takes(tight):
     assert ("recompute",) in kinds and ("micro-batches",) in kinds and len(kinds) > 6
 
 
+@pytest.mark.slow
 def test_the_advised_ones_fit_and_are_the_fastest_that_do(tight):
     assert tight.fits and not tight.unplanned.fits
     fitting = [each for each in tight.combinations if each.fits]
@@ -84,6 +85,7 @@ def test_results_are_as_bad_as_the_worst_lever(tight):
             assert each.result == ("rounding" if rounded else "same")
 
 
+@pytest.mark.slow
 def test_a_large_head_is_advised_to_run_in_pieces():
     words = torch.randint(0, 2000, (2, 128))
     model = nn.Sequential(nn.Embedding(2000, 16), nn.Linear(16, 2000))
@@ -123,6 +125,7 @@ def test_states_alone_above_the_budget():
     assert document_of(advice)["states_short_bytes"] == advice.states_short_bytes
 
 
+@pytest.mark.slow
 def test_nothing_fits():
     advice = planner.advise(build, 1000, settings={"batch": 8}, menus=False)
     assert not advice.fits and advice.exact is None and advice.cheapest is None

@@ -209,6 +209,7 @@ class _Narrow(torch.nn.Module):
         return x + self.down(torch.nn.functional.gelu(self.up(x)).softmax(-1))
 
 
+@pytest.mark.slow
 def test_programs_peak_elsewhere_at_other_sizes():
     def build(size):
         model = torch.nn.Sequential(*[_Narrow() for _ in range(3)])

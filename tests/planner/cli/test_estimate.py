@@ -43,6 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_document_is_that_of_solve_and_says_that_it_is_estimated(written: Path, files: Path) -> None:
     document = json.loads((written / "printed.json").read_text())
     assert document["estimated"] is True and document["estimate"]["device"] == CARD.name

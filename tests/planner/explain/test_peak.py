@@ -98,6 +98,7 @@ def estimated() -> planner.Profile:
 
 
 @pytest.mark.parametrize("budget", ["100%", "85%", "70%"])
+@pytest.mark.slow
 def test_the_parts_of_a_model_s_peak_are_named_by_op(estimated: planner.Profile, budget: str) -> None:
     plan = planner.solve(estimated, budget, solver="rotor")
     peak = peak_of(chain_in(plan), plan.schedule, plan)

@@ -109,6 +109,7 @@ def temporaries_bytes(kind: Any, settings: dict[str, Any], *, unscale: bool = Fa
 
 
 @pytest.mark.parametrize("settings", [{}, {"foreach": True}])
+@pytest.mark.slow
 def test_unscaling_and_clipping_are_a_part_of_the_step(settings: dict[str, Any]) -> None:
     assert temporaries_bytes(SGD, settings) == 0
     assert temporaries_bytes(SGD, settings, unscale=True) == 8 + 8  # the scale, and one over it, in float64

@@ -126,6 +126,7 @@ def test_the_peak_is_the_measured_one_and_plans_hold_on_the_real_model(name: str
 
 
 @pytest.mark.parametrize("build", by_day([mlp, gpt2], [mlp]))
+@pytest.mark.slow
 def test_the_stages_that_have_programs_are_those_of_a_measured_profile(build: Build) -> None:
     estimated, measured = planner.estimate(build, device=A_CPU), planner.profile(build())
     assert [menu.opaque for menu in estimated.menus] == [menu.opaque for menu in measured.menus]

@@ -243,6 +243,7 @@ class Penalised(Language):
         return logits + 0 * logits.square().mean()
 
 
+@pytest.mark.slow
 def test_a_head_whose_whole_output_is_needed_runs_at_once():
     profile = planner.profile(workload(Penalised()), numerics="rounding")
     assert all(each.pieces is not None and not each.pieces.head for each in profile.in_pieces)

@@ -34,6 +34,7 @@ def not_found(found: planner.Profile) -> planner.Profile:
     return replace(found, menus=menus)
 
 
+@pytest.mark.slow
 def test_a_smaller_program_is_searched_for_where_those_at_hand_need_more(not_found: planner.Profile) -> None:
     work = workload()
     plan = planner.solve(not_found, "75%")

@@ -46,6 +46,7 @@ def step(model: nn.Module, x: Tensor, *, faulty: bool) -> None:
 
 
 @pytest.mark.parametrize("before", range(CheckTurns.ALL_FORWARDS + 2 * STAGES))
+@pytest.mark.slow
 def test_a_lasting_fault_is_found_within_as_many_steps_as_there_are_stages(before: int) -> None:
     model, x = all_dropped()
     for _ in range(before):

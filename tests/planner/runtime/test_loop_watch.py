@@ -84,6 +84,7 @@ def said(step: Step, *, keeps_output: bool, watch: bool | None = None, steps: in
 
 @pytest.mark.parametrize("watch", [None, True])
 @pytest.mark.parametrize(("step", "keeps_output"), [(usual, True), (let_go, True), (let_go, False)])
+@pytest.mark.slow
 def test_nothing_is_said_of_a_loop_within_its_plan(step: Step, keeps_output: bool, watch: bool | None) -> None:
     assert said(step, keeps_output=keeps_output, watch=watch) == []
 
@@ -215,6 +216,7 @@ def stack_and_step(micro_batches: int, *, fused: bool = False) -> tuple[nn.Modul
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
+@pytest.mark.slow
 def test_a_step_lasts_from_update_to_update_however_many_forwards_it_has(micro_batches: int, fused: bool) -> None:
     model, step, beside_bytes = stack_and_step(micro_batches, fused=fused)
     plan = planner.solve(planner.profile(planner.Workload(model=model, step=step), menus=False), "100%")
@@ -233,6 +235,7 @@ def test_a_step_lasts_from_update_to_update_however_many_forwards_it_has(micro_b
 
 @pytest.mark.parametrize("before", range(4))
 @pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.slow
 def test_steps_that_are_measured_are_none_of_the_loop(micro_batches: int, before: int) -> None:
     model, step, _ = stack_and_step(micro_batches)
     workload = planner.Workload(model=model, step=step)
@@ -248,6 +251,7 @@ def test_steps_that_are_measured_are_none_of_the_loop(micro_batches: int, before
 
 
 @pytest.mark.parametrize("before", range(6))
+@pytest.mark.slow
 def test_a_profiler_of_the_users_own_sees_its_steps(before: int) -> None:
     model, step, _ = stack_and_step(1)
     plan = planner.solve(planner.profile(planner.Workload(model=model, step=step), menus=False), "100%")
@@ -268,6 +272,7 @@ def test_a_profiler_of_the_users_own_sees_its_steps(before: int) -> None:
 
 
 @pytest.mark.parametrize("steps", range(6))
+@pytest.mark.slow
 def test_no_profiler_runs_once_the_plan_is_taken_off(steps: int) -> None:
     model, step, _ = stack_and_step(1)
     plan = planner.solve(planner.profile(planner.Workload(model=model, step=step), menus=False), "100%")

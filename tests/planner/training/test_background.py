@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from planner.training.plan_cache import Background
 
 
@@ -49,6 +51,7 @@ def test_closing_waits_for_the_job_under_way_and_drops_the_others() -> None:
     assert not any(thread.name.startswith("jobs") for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_at_the_end_of_the_program_no_further_job_begins() -> None:
     code = (
         "import threading, time\n"

@@ -30,6 +30,7 @@ def profile() -> planner.Profile:
 
 
 @pytest.mark.parametrize("offload", ["never", "only"])
+@pytest.mark.slow
 def test_the_peak_is_that_of_the_plan(profile: planner.Profile, offload: Any) -> None:
     plan = planner.solve(profile, "85%", offload=offload)
     assert plan.host_bytes > 0 if offload == "only" else plan.recomputed_ops > 0
@@ -47,6 +48,7 @@ def test_a_device_with_too_little_memory_is_told_what_is_missing(profile: planne
         assert allocator is not None and allocator.flushes > 0 and allocator.short_bytes >= 2**19
 
 
+@pytest.mark.slow
 def test_copies_take_the_time_of_the_link(profile: planner.Profile) -> None:
     slow = planner.solve(profile, "85%", offload="only")
     with planner.plans.estimating.simulated_workload(build, CARD) as fake:
@@ -56,6 +58,7 @@ def test_copies_take_the_time_of_the_link(profile: planner.Profile) -> None:
     assert planned.seconds > plain.seconds
 
 
+@pytest.mark.slow
 def test_a_cpu_has_no_such_allocator() -> None:
     cpu = DeviceRecord(name="paper", kind="cpu", memory_bytes=2**30, origin="assumed", rates=CARD.rates)
     small = functools.partial(zoo.build, "mlp", layers=6, hidden=64, batch=256)

@@ -123,6 +123,7 @@ def test_what_cannot_run_as_a_program_is_opaque(make: Callable[[], nn.Module], w
         assert why in kind.opaque and kind.graph is None and not kind.once
 
 
+@pytest.mark.slow
 def test_under_autocast_parameters_that_others_share_are_cast_once_for_all() -> None:
     shared, other, tied = Block(), Block(), Block()
     other.line, tied.line.weight = shared.line, shared.line.weight

@@ -103,6 +103,7 @@ with {}:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc's malloc")
 @pytest.mark.parametrize(("around", "goes_back"), [("large_blocks_mapped", True), ("contextlib.nullcontext", False)])
+@pytest.mark.slow
 def test_large_blocks_go_back_to_the_system_from_between_small_ones(around: str, goes_back: bool) -> None:
     command = [sys.executable, "-c", FREED.format(f"{around}()")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)

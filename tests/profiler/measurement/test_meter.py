@@ -111,6 +111,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.slow
 def test_what_modules_let_go_of_in_a_metered_step_is_seen(buffer: bool) -> None:
     outside = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     values = np.ones(32, dtype=np.float32)

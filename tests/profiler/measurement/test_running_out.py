@@ -121,6 +121,7 @@ def test_code_that_checks_no_allocation_has_run_out_only_where_the_process_is_li
         assert device_memory.ran_out(error) is limited
 
 
+@pytest.mark.slow
 def test_the_states_of_a_model_whose_plain_step_runs_out_are_those_of_one_that_fits() -> None:
     with Hooked():
         short = measured_states_bytes(step(6))

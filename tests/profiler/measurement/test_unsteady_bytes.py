@@ -29,6 +29,7 @@ def said_of(work: Workload, *, keeps: bool = True) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.slow
 def test_random_numbers_that_decide_what_runs_are_told(name: str, keeps: bool) -> None:
     work = drawing(name)
     seed_all(3)
@@ -62,6 +63,7 @@ def test_a_profile_tells_it_and_so_does_the_plan_that_is_applied() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensor", "python_exit", "inside"])
+@pytest.mark.slow
 def test_the_largest_of_the_steps_drawn_is_profiled(name: str) -> None:
     """Of 16 steps that leave out no layer with a chance of 0.6 ** 6, or go to the last with one of 1 / 6."""
     work = drawing(name)
@@ -179,6 +181,7 @@ class Circular(nn.Module):
 
 
 @pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.slow
 def test_tensors_in_reference_cycles_are_counted(limited: bool) -> None:
     model, x = nn.Sequential(Circular(), Circular()), torch.randn(64, 16)
 

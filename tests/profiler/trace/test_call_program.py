@@ -140,6 +140,7 @@ def _filled(kwargs: dict[str, Any], given: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.slow
 def test_a_program_computes_what_the_module_does(name: str, order: str) -> None:
     torch.manual_seed(0)
     make, arguments = CALLS[name]

@@ -82,6 +82,7 @@ def test_of_several_micro_batches_the_measured_one_is_the_forward_and_the_others
 
 @pytest.mark.parametrize("limit", [None, "1TiB"])
 @pytest.mark.parametrize("rows", [(64, 16, 16), (16, 64, 16), (16, 64)])
+@pytest.mark.slow
 def test_the_largest_of_unequal_micro_batches_is_measured_and_each_counts_once(
     rows: tuple[int, ...], limit: str | None
 ) -> None:
@@ -176,6 +177,7 @@ def bytes_in(record: Any) -> list[tuple[int, int, int]]:
     return [(phase.start_bytes, phase.peak_bytes, phase.end_bytes) for phase in phases]
 
 
+@pytest.mark.slow
 def test_everything_that_the_step_refers_to_is_as_before() -> None:
     model, x, optimizer = made()
     average = copy.deepcopy(model)
@@ -313,6 +315,7 @@ def test_what_the_step_does_itself_is_refused_beside_it() -> None:
         Workload(model=model, step=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_autocast_of_the_step_is_the_precision_of_its_profile() -> None:
     model, x, optimizer = made()
 

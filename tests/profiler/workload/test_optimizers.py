@@ -269,6 +269,7 @@ def inner_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("around", [Lookahead, Sharpened])
 @pytest.mark.parametrize("given", ["outer", "inner", "neither", "no step"])
+@pytest.mark.slow
 def test_an_optimizer_around_another_one_under_any_name_is_counted_and_put_back(
     around: type[Lookahead] | type[Sharpened], given: str
 ) -> None:

@@ -67,6 +67,7 @@ def trained(make: Callable[[Tensor], Iterator[Any]], measured: bool, takes: int 
 
 @pytest.mark.parametrize("takes", [1, 2])
 @pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.slow
 def test_training_sees_what_it_would_have_seen(make: Callable[[Tensor], Iterator[Any]], takes: int) -> None:
     assert str(trained(make, True, takes)) == str(trained(make, False, takes))
 

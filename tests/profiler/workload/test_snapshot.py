@@ -169,6 +169,7 @@ def test_what_the_caller_has_frozen_stays_frozen() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("own", [False, True])
+@pytest.mark.slow
 def test_what_is_inside_of_objects_is_put_back_as_well(own: bool, trained: bool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Scheduled(), nn.Linear(16, 16)), torch.randn(8, 16)

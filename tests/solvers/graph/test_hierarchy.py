@@ -62,6 +62,7 @@ def one_block_a_layer(graph: Graph):
 
 
 @pytest.mark.parametrize("seed", range(25))
+@pytest.mark.slow
 def test_no_answer_beats_the_oracle_on_tiny_graphs(seed):
     indexed = IndexedGraph(random_tiny_graph(seed))
     for budget in telling_budgets(indexed):

@@ -110,6 +110,7 @@ def test_a_method_that_finds_nothing_does_not_call_a_budget_infeasible():
 
 
 @pytest.mark.parametrize("solver", graph_solver_names())
+@pytest.mark.slow
 def test_what_must_run_once_does_whatever_the_method(solver):
     for seed in range(6):
         graph = with_once(random_tiny_graph(seed), seed, 2)
