@@ -132,7 +132,6 @@ def fails(rank: int, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_what_fails_on_one_rank_fails_on_all():
     for said in values_of_ranks(one_fails, group_seconds=2.0):
         for how in HOW:
