@@ -21,7 +21,7 @@ from benchmarks.fuzz.workers import run
 from profiler.recomputation import saved_tensors
 from tests.support.nightly import at_night
 
-SAMPLES = [(4, 1), at_night(30, 16)]  # cases, and how many of them have a plan at least
+SAMPLES = [(8, 2), at_night(30, 16)]  # cases, and how many of them have a plan at least
 DROPPING = Model(layers=(Layer(kind="Norms"), Layer(kind="Dropping"), Layer(kind="Attends"), Layer(kind="Mlp")))
 
 

@@ -7,8 +7,8 @@ tests that reach it run until one fails, quick ones first. ``--marks`` chooses t
 choices can be compared on the same places. A run that was stopped goes on where it was, as each place is written as
 soon as it is tried.
 
-Places that are run while a module is imported have no tests of their own: those of the module's room, and of rooms that
-import it, run instead. Some changes change nothing that a program can notice; they count as missed in every run.
+For places that are run while a module is imported, or by no test, the tests of the module's room run instead, and those
+of rooms that import it. Some changes change nothing that a program can notice; they count as missed in every run.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def noticed_by(place: Place, tests: Sequence[str], clone: Path, marks: str, limi
     """The first test that fails with the change; None where all pass. A run beyond ``limit_s`` counts as noticed."""
     file = clone / place.path
     text = file.read_text(encoding="utf-8")
-    chosen = [test for test in tests if test] if tests and "" not in tests else folders_of_tests(place.path)
+    chosen = tests if tests and "" not in tests else folders_of_tests(place.path)
     file.write_text(place.changed(text), encoding="utf-8")
     try:
         for choice in (f"({marks}) and not slow", f"({marks}) and slow"):

@@ -45,7 +45,7 @@ def test_no_option_is_free_however_it_was_measured(blocks: planner.Profile) -> N
             )
             extra = made.forward_seconds + made.backward_seconds - keep.forward_seconds - keep.backward_seconds
             expected = forward * menu.keep_forward_seconds + backward * menu.keep_backward_seconds
-            assert extra == pytest.approx(expected, abs=1e-12)
+            assert extra == pytest.approx(expected)
             checked += extra > 0 and bool(option.runs.again)
     assert checked
 
