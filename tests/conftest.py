@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,6 @@ SLOW_FOLDERS = {
     "system",
     "benchmarks",
 }  # of real models; elsewhere slow tests are marked one by one
-MANY_MODULES, modules_looked_at = 30, 0
 SEARCHES = [
     (call_programs, "_MENU_SECONDS"),
     (exact_programs, "EXACT_SECONDS"),
@@ -31,6 +31,7 @@ SEARCHES = [
     (registry, "AUTO_ILP_SECONDS"),
 ]
 SEARCH_SHARE = 0.1  # of the time: plans of tests have to be right, and need not be the fastest there are
+LONG_COLLECTION = 0.03  # seconds
 THREADS = 1  # the same on every machine, as sums depend on it; two processes of tests share two cores
 
 
@@ -59,17 +60,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+class Collections:
+    """Whether the last full garbage collection took long, which they say themselves."""
+
+    def __init__(self) -> None:
+        self.took_long, self.began = True, 0.0
+        gc.callbacks.append(self.told)
+
+    def told(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            self.began = time.perf_counter()
+        else:
+            self.took_long = time.perf_counter() - self.began > LONG_COLLECTION
+
+
+COLLECTIONS = Collections()
+
+
 @pytest.fixture(autouse=True)
 def short_collections() -> None:
-    """What is imported by now stays: profiling and measuring collect garbage first, and need not look through it.
+    """What is there by now stays: profiling and measuring collect garbage first, and need not look through it.
 
-    A quarter of a second each, with all that transformers and Dynamo import at first use.
+    Half a second each, with all that transformers and Dynamo import and what pytest keeps of the tests before.
     """
-    global modules_looked_at
-    if len(sys.modules) - modules_looked_at > MANY_MODULES:
-        modules_looked_at = len(sys.modules)
+    if COLLECTIONS.took_long:
         gc.collect()
         gc.freeze()
+        COLLECTIONS.took_long = False
 
 
 @pytest.fixture(scope="session")
