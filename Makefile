@@ -29,9 +29,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch goes first and alone, at its exact version: a looser requirement can pull in several GB of CUDA packages.
+# Compiling all modules takes longer than the rest of the installation; Python compiles those that are imported.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install $(TORCH_PIP) "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/python -m pip install -c constraints.txt -e '.[zoo,dev]'
+	$(BIN)/python -m pip install --no-compile $(TORCH_PIP) "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[zoo,dev]'
 	touch $@
 
 demo: $(STAMP)
@@ -60,7 +61,7 @@ release-check: $(STAMP)
 	RELEASE_CHECK=1 $(BIN)/python -m pytest -m release tests/system/test_release.py
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[docs]'
 	touch $@
 
 # Into site/; a broken link, a page that is not in the navigation or a name that the API reference lacks is an error.

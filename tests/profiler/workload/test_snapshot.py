@@ -144,9 +144,9 @@ class Scheduled(nn.Module):
         return [*counts, inner.step, inner.mean.tolist(), norm.running_mean.tolist(), gradients]
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_garbage_is_looked_for_only_among_objects_made_inside() -> None:
     work = Workload(nn.Linear(4, 4), torch.randn(2, 4), loss=torch.sum)
-    gc.unfreeze()  # what the tests have frozen
     with preserved(work):
         frozen = gc.get_freeze_count()
         assert frozen > 0
@@ -156,6 +156,7 @@ def test_garbage_is_looked_for_only_among_objects_made_inside() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_the_caller_has_frozen_stays_frozen() -> None:
     gc.freeze()
     try:
