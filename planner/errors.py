@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from planner.plans.lowering import UnsupportedPlan as UnsupportedPlan
     from planner.plans.plan import Interrupted as Interrupted
     from planner.plans.refusals import Infeasible as Infeasible
-    from planner.runtime.model_match import PlanMismatch as PlanMismatch
+    from planner.runtime.plan_checks import PlanMismatch as PlanMismatch
     from planner.training.training import OutOfMemory as OutOfMemory
     from profiler.trace.joint_graph import CaptureError as CaptureError
     from profiler.workload.steps import ProfileError as ProfileError
@@ -23,7 +23,7 @@ _NAMES = {
     "planner.plans.lowering": "UnsupportedPlan",
     "planner.plans.plan": "Interrupted",
     "planner.plans.refusals": "Infeasible",
-    "planner.runtime.model_match": "PlanMismatch",
+    "planner.runtime.plan_checks": "PlanMismatch",
     "planner.training.training": "OutOfMemory",
     "profiler.trace.joint_graph": "CaptureError",
     "profiler.workload.steps": "ProfileError",

@@ -22,7 +22,7 @@ from planner.targets import build_target
 from planner.units import parse_bytes
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
-from profiler.progress import told_by
+from profiler.messages import told_by
 from profiler.records import Profile
 from profiler.workload.given_models import types_part
 from profiler.workload.steps import ProfileError

@@ -17,7 +17,7 @@ from planner.plans.profiling import profile, with_pieces
 from planner.targets import NoTarget, build_target
 from profiler.measurement.device_memory import ran_out
 from profiler.measurement.measuring import Progress
-from profiler.progress import told_by
+from profiler.messages import told_by
 from profiler.records import Profile
 from profiler.workload.given_models import type_name, types_part
 from profiler.workload.steps import ProfileError

@@ -128,7 +128,7 @@ def _run(
     from planner.explain.tables import losses_in_short
     from planner.plans.plan import Plan, chain_in
     from planner.plans.solving import solve
-    from planner.runtime.model_match import PlanMismatch
+    from planner.runtime.plan_checks import PlanMismatch
     from planner.training.oom_report import failure_text
     from planner.training.training import OutOfMemory, TrainingInterrupted, train_planned
     from planner.training.verification import corrected_here

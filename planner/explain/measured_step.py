@@ -15,8 +15,7 @@ from planner.explain.timeline import PhaseName, Span, SpanKind, Timeline
 from planner.plans.lowering import lower_schedule
 from planner.plans.plan import Plan
 from planner.runtime.applier import apply
-from planner.runtime.model_match import check_precision
-from planner.runtime.plan_checks import check_device, check_inputs
+from planner.runtime.plan_checks import check_device, check_inputs, check_precision
 from planner.runtime.stage_places import split_name
 from profiler.measurement.meter import Mark, MarkedPhases, Meter, step_memory_meter, time_meter
 from profiler.measurement.planned_probe import LiveStorage, LiveTensorTracker, PeakSnapshot, PlannedProbe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypedDict
 
 import torch.distributed
@@ -18,7 +19,7 @@ from planner.training.dynamic_shapes import DynamicHandle, apply_profiled
 from planner.training.signatures import Signature, signature_of
 from planner.training.verification import can_verify, verify as verified
 from planner.units import check_size, format_bytes, parse_bytes
-from profiler.caller_warnings import warn_caller
+from profiler.messages import warn_caller
 from profiler.records import Profile
 from profiler.workload.compiled_forwards import is_compiled
 from profiler.workload.given_models import inner_model
@@ -292,3 +293,21 @@ def _without_data(batch: Any, *, in_samples: bool = False) -> Any:
     if isinstance(batch, (list, tuple)):
         return [_without_data(item, in_samples=True) for item in batch]
     return None if in_samples and isinstance(batch, (bool, int, str)) else batch
+
+
+def require(install: str, *packages: str) -> None:
+    """Refuse to go on where a package is missing.
+
+    Args:
+        install: what pip is to install, one name or several.
+        packages: names by which they are imported.
+
+    Raises:
+        ImportError: with the command that installs them.
+    """
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ImportError(
+            f"planner.integrations: expected {' and '.join(packages)}, got no {' and no '.join(missing)}; "
+            f"run pip install {install}"
+        )

@@ -11,8 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from planner.integrations.budgeted_training import BudgetedTraining, BudgetSettings
-from planner.integrations.optional_packages import require
+from planner.integrations.budgeted_training import BudgetedTraining, BudgetSettings, require
 from planner.units import format_bytes
 from profiler.workload.snapshot import preserved
 from profiler.workload.workload import Workload

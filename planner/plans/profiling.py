@@ -21,7 +21,7 @@ from profiler.agreement import agreed
 from profiler.measurement import profiling
 from profiler.measurement.captured_stages import ProposeRuns
 from profiler.measurement.measuring import Progress
-from profiler.progress import tell
+from profiler.messages import tell
 from profiler.recomputation.steps_in_pieces import NotInPieces, compared, in_pieces, of_head
 from profiler.records import WHOLE_MODEL, ModulePieces, PiecesRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, runs_once

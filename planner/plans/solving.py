@@ -33,7 +33,7 @@ from planner.plans.stage_decisions import (
     with_units_gathered,
 )
 from planner.units import format_bytes, parse_bytes
-from profiler.progress import tell
+from profiler.messages import tell
 from profiler.records import MenuRecord, Profile
 from solvers import Chain, Problem, Solution, replay, solve_chain
 from solvers.chain.lower_bound import bound_seconds

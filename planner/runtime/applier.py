@@ -19,14 +19,19 @@ from planner.plans.pipeline_profile import schedule_of
 from planner.plans.plan import Plan
 from planner.runtime.copy_engines import CopyEngine, CudaCopyEngine, EstimatedCopyEngine, SimulatedCopyEngine
 from planner.runtime.loop_watch import LoopWatch, is_metered
-from planner.runtime.model_match import PlanMismatch, check_model, check_precision, check_types, given_model, given_plan
 from planner.runtime.plan_checks import (
     BatchChecks,
     CheckTurns,
     Deviations,
     ParameterChecks,
+    PlanMismatch,
     PlanWarnings,
+    check_model,
     check_not_captured,
+    check_precision,
+    check_types,
+    given_model,
+    given_plan,
     running_backward,
     transformed,
     warn_about_outer_hooks,
@@ -35,10 +40,10 @@ from planner.runtime.plan_checks import (
 from planner.runtime.planned_step import PlannedStep
 from planner.runtime.stage_places import StagePlaces, made_compiled, module_named, split_name
 from planner.runtime.stage_programs import StagePrograms
-from profiler.caller_warnings import warn_caller
 from profiler.current_device import active_device
-from profiler.measurement.library_workspaces import take_workspaces
+from profiler.measurement.device_memory import take_workspaces
 from profiler.measurement.step_measurement import Measurement, measure as measured_step
+from profiler.messages import warn_caller
 from profiler.recomputation.held_inputs import BatchCopies
 from profiler.recomputation.outer_hooks import in_checkpoint
 from profiler.recomputation.steps_in_pieces import run_in_pieces

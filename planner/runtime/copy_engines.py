@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from profiler.caller_warnings import warn_caller
+from profiler.messages import warn_caller
 from profiler.recomputation.saved_tensors import tensor_over
 from profiler.simulation.simulated_device import SimulatedDevice
 from profiler.workload.compiled_forwards import leave_uncompiled

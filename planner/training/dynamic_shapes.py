@@ -20,8 +20,8 @@ from planner.runtime.plan_checks import PlanWarnings
 from planner.training.plan_cache import CACHE_SIZE, Entry, PlanCache, PlanStatus, without_shapes
 from planner.training.signatures import ReadsSignatures, Signature, SignatureReader
 from planner.units import parse_bytes
-from profiler.caller_warnings import warn_caller
 from profiler.measurement import profiling
+from profiler.messages import warn_caller
 from profiler.records import Profile, is_of_whole_model
 from profiler.trace.partition import Stages
 from profiler.workload.compiled_forwards import Forward, is_compiled, unwrapped

@@ -12,8 +12,7 @@ import torch
 from planner.distributed.ranks import RankError, current_ranks
 from planner.plans.plan import Plan
 from planner.runtime.applier import Backend, apply, measure
-from planner.runtime.model_match import check_precision
-from planner.runtime.plan_checks import check_device, check_inputs
+from planner.runtime.plan_checks import check_device, check_inputs, check_precision
 from planner.training.oom_recovery import StepRollback, report_of, smaller_plan, stop_of, wanted_bytes
 from planner.training.oom_report import FailureReport, Stop, failure_text
 from planner.units import counted

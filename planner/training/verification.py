@@ -16,8 +16,7 @@ from planner.plans.plan import Plan, chain_in
 from planner.plans.profiling import profile
 from planner.plans.solving import find_plan, replan, repriced
 from planner.runtime.applier import apply, measure
-from planner.runtime.model_match import check_precision, given_plan
-from planner.runtime.plan_checks import check_device, check_inputs
+from planner.runtime.plan_checks import check_device, check_inputs, check_precision, given_plan
 from planner.training.solver_comparison import seconds_in_turns
 from planner.units import format_bytes
 from profiler.agreement import agreed, largest, made_by_rank0
@@ -25,7 +24,7 @@ from profiler.measurement.device_memory import give_back_freed_memory, ran_out
 from profiler.measurement.measuring import Progress
 from profiler.measurement.meter import Mark, MarkedPhases, Place, time_meter, typical_seconds
 from profiler.measurement.planned_probe import PlannedProbe
-from profiler.progress import tell
+from profiler.messages import tell
 from profiler.workload.compiled_forwards import is_compiled, unwrapped
 from profiler.workload.random_states import RandomState
 from profiler.workload.snapshot import preserved

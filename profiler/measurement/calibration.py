@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from profiler.device_record import DeviceRecord, OpRate
 from profiler.measurement.device_memory import measure_link
 from profiler.measurement.meter import metered, time_meter
-from profiler.progress import told_by
+from profiler.messages import told_by
 from profiler.simulation.op_costs import DeviceCosts, kind_of, name_of, work_of
 from profiler.workload.tensor_trees import map_tensors, tensors_in
 from profiler.workload.workload import Workload

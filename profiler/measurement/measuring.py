@@ -33,7 +33,7 @@ from profiler.measurement.program_steps import OptionGroup, ProgramSteps, famili
 from profiler.measurement.stage_probe import DroppingForward, FirstRun, MakeMeter, StageProbe
 from profiler.measurement.stage_reruns import HELD, RerunTimes, kept_by_hooks, rerun_stages
 from profiler.measurement.unsteady_bytes import left_in_cycles, what_follows_the_batch, what_is_unsteady
-from profiler.progress import told_by
+from profiler.messages import told_by
 from profiler.records import MenuRecord, Phase, ResidentBytes
 from profiler.trace.divisible import heads_of
 from profiler.trace.partition import (

@@ -21,8 +21,8 @@ from profiler.measurement.device_memory import (
     measure_link,
     ran_out,
     room_bytes,
+    take_workspaces,
 )
-from profiler.measurement.library_workspaces import take_workspaces
 from profiler.measurement.measuring import Measuring, Progress, ProgressReporter, frugal_first_step
 from profiler.measurement.meter import Mark, memory_meter, metered_step
 from profiler.measurement.shortage import MIB, where_raised

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from profiler.caller_warnings import warn_caller
+from profiler.messages import warn_caller
 from profiler.workload.compiled_forwards import leave_uncompiled, plain_name, unwrapped
 from profiler.workload.data_parallel import steps_can_end
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from profiler.caller_warnings import warn_caller
+from profiler.messages import warn_caller
 from profiler.workload.random_states import RandomState
 
 

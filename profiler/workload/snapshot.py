@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.caller_warnings import warn_caller
+from profiler.messages import warn_caller
 from profiler.workload.custom_step import CustomStep
 from profiler.workload.data_parallel import buckets_restored
 from profiler.workload.given_models import check_ready

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import planner
 from planner.integrations import budgeted_training
-from planner.integrations.budgeted_training import BudgetedTraining, _BatchSignatures, state_of
-from planner.integrations.optional_packages import require
+from planner.integrations.budgeted_training import BudgetedTraining, _BatchSignatures, require, state_of
 from planner.plans.profiling import profile
 from planner.training.dynamic_shapes import DynamicHandle
 from profiler.workload.workload import Workload

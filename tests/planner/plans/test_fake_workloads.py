@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.estimates import A_CPU
-from profiler.simulation.fake_workload import on_fake_tensors
+from planner.plans.estimating import on_fake_tensors
 from profiler.simulation.op_costs import DeviceCosts
 from profiler.simulation.simulated_device import SimulatedDevice, simulating
 from profiler.workload.optimizers import optimizer_tensors

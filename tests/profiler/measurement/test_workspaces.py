@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from profiler.measurement.library_workspaces import products_in_both_threads, take_workspaces
+from profiler.measurement.device_memory import products_in_both_threads, take_workspaces
 
 CPU = torch.device("cpu")
 

@@ -1,10 +1,11 @@
-"""Progress and results told through ``logging``: to stderr where the application has set up none."""
+"""Progress and results told through ``logging``, and warnings that name the line of the user's own program."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable
 
 LINE_SECONDS = 5.0  # between lines of progress: what goes on, without a line for every run
@@ -61,3 +62,15 @@ def told_by(name: str, doing: str) -> Callable[[str, int, int], None]:
         tell(name, f"{doing}: {what} (step {done + 1}{count})")
 
     return progress
+
+
+# Packages whose calls are not what the user wrote.
+_BETWEEN = {"planner", "profiler", "solvers", "torch", "contextlib", "functools"}
+
+
+def warn_caller(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warn at the innermost line that is neither this project's nor torch's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)

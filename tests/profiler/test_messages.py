@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from profiler import progress
-from profiler.progress import tell, told_by
+from profiler import messages
+from profiler.messages import tell, told_by
 
 NAME = "planner"
 
@@ -18,7 +18,7 @@ NAME = "planner"
 def loggers(monkeypatch) -> logging.Manager:
     """Loggers as a script finds them that has set up nothing."""
     manager = logging.Manager(logging.RootLogger(logging.WARNING))
-    monkeypatch.setattr(progress, "logging", SimpleNamespace(**{**vars(logging), "getLogger": manager.getLogger}))
+    monkeypatch.setattr(messages, "logging", SimpleNamespace(**{**vars(logging), "getLogger": manager.getLogger}))
     return manager
 
 
@@ -72,8 +72,8 @@ def test_of_several_ranks_the_first_one_speaks(loggers, capsys, monkeypatch, ran
 
 
 def test_parts_are_told_some_seconds_apart(loggers, capsys, monkeypatch):
-    now = iter([0.0, progress.LINE_SECONDS - 1, progress.LINE_SECONDS + 1])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    now = iter([0.0, messages.LINE_SECONDS - 1, messages.LINE_SECONDS + 1])
+    monkeypatch.setattr(messages.time, "monotonic", lambda: next(now))
     report = told_by(NAME, "profiling")
     for done, what in enumerate(("warm up", "trace", "memory")):
         report(what, done, 14 if done else 0)
