@@ -45,7 +45,7 @@ from profiler.measurement.device_memory import take_workspaces
 from profiler.measurement.step_measurement import Measurement, measure as measured_step
 from profiler.messages import warn_caller
 from profiler.recomputation.held_inputs import BatchCopies
-from profiler.recomputation.outer_hooks import in_checkpoint
+from profiler.recomputation.saved_tensors import in_checkpoint
 from profiler.recomputation.steps_in_pieces import run_in_pieces
 from profiler.records import PiecesRecord
 from profiler.trace.call_program import Compiled

@@ -15,7 +15,7 @@ from planner.plans.sources import object_or_file, type_in_words
 from planner.runtime.stage_places import module_named, split_name
 from profiler.messages import warn_caller
 from profiler.recomputation.module_rerun import RERUN_DEPTH
-from profiler.recomputation.outer_hooks import hooks_of_the_user
+from profiler.recomputation.saved_tensors import hooks_of_the_user
 from profiler.records import Profile
 from profiler.workload.compiled_forwards import COMPILED, leave_uncompiled, plain_name
 from profiler.workload.given_models import check_initialised, class_name, precision_of, types_part

@@ -21,9 +21,9 @@ from planner.runtime.plan_checks import PlanWarnings
 from profiler.current_device import active_device
 from profiler.op_graph import StageOps
 from profiler.recomputation.dropped_call import DroppedCall
-from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_tensors import (
     Geometry,
+    SavedParameters,
     SavedTensor,
     geometry_of,
     is_parameter_like,

@@ -17,9 +17,9 @@ from profiler.recomputation.module_rerun import (
     rerun_keeping,
     rerun_until_saved,
 )
-from profiler.recomputation.outer_hooks import SavedParameters
 from profiler.recomputation.saved_tensors import (
     RerunError,
+    SavedParameters,
     SavedTensor,
     TensorStandIn,
     is_parameter_like,

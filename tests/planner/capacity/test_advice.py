@@ -15,9 +15,8 @@ import planner.capacity.workload_variants
 from benchmarks.advise import measured
 from benchmarks.estimates import A_CPU
 from planner import zoo
-from planner.capacity.advice import _notes
+from planner.capacity.advice import SearchOutcome, StepVariant, _notes, enough, least_states_bytes, too_slow
 from planner.capacity.advice_report import advice_figure, document_of, draw_advice, foremost, report_of, shortened
-from planner.capacity.lever_search import SearchOutcome, StepVariant, enough, least_states_bytes, too_slow
 from planner.capacity.levers import Combination, lever_options, rank, result_of_micro_batches, worst
 from planner.capacity.workload_variants import MicroBatchLoss, WorkloadVariants
 from planner.cli.output import Output
@@ -227,7 +226,7 @@ def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
         return replace(quick_plan(profile, budget_bytes, Offload(mode="never")), predicted_seconds=0.0)
 
     monkeypatch.setattr(planner.capacity.workload_variants, "profile", timed)
-    monkeypatch.setattr("planner.capacity.lever_search.find_plan", ideal)
+    monkeypatch.setattr("planner.capacity.advice.find_plan", ideal)
     advice = planner.advise(build(batch=512), "55%", offload="never", menus=False)
     assert advice.exact is not None and advice.exact.plan is not None
     assert advice.exact.plan.predicted_seconds == 0.0
