@@ -50,7 +50,7 @@ test: lint
 test-nightly: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m nightly
 
-# Tests that take no more than a second with all their cases: the inner loop, under two minutes on two cores.
+# Tests that take no more than a second with all their cases: the inner loop, a minute and a half on two cores.
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal -m "not slow and not nightly"
 

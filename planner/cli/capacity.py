@@ -11,7 +11,7 @@ import typer
 from planner.cli.arguments import NO_PLAN
 from planner.cli.options import (
     AsJson,
-    Device,
+    DeviceOrCard,
     HeadroomText,
     OffloadBesideText,
     OptionalBudget,
@@ -50,7 +50,7 @@ def max_batch_command(
         ),
     ] = "batch",
     settings: Settings = None,
-    device: Device = None,
+    device: DeviceOrCard = None,
     offload: OffloadBesideText = None,
     headroom: HeadroomText = None,
     shard: ShardOption = None,
@@ -124,7 +124,7 @@ def advise_command(
         str | None,
         typer.Option(metavar="KEY", help="The --set key of the batch, for micro-batches. Default: batch."),
     ] = None,
-    device: Device = None,
+    device: DeviceOrCard = None,
     offload: OffloadBesideText = None,
     world_size: Annotated[
         int | None, typer.Option(metavar="N", help="Simulate N ranks, and predict the memory of each; needs --shard.")

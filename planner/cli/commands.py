@@ -54,7 +54,9 @@ def without_command(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each part of the work.")] = False,
     traceback: Annotated[
         bool,
-        typer.Option("--traceback", help="Print the full traceback of an error. Like -q and -v, for any command."),
+        typer.Option(
+            "--traceback", help="Print the full traceback of an error. Like -q and -v, also allowed after the command."
+        ),
     ] = False,
 ) -> None:
     """Print the version, or help where no command is named."""

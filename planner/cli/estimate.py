@@ -46,7 +46,11 @@ def estimate_command(
     settings: Settings = None,
     ranks: Annotated[
         int | None,
-        typer.Option(metavar="N", help="The first of N ranks, each with such a batch; the target wraps its model."),
+        typer.Option(
+            metavar="N",
+            help="Estimate the first of N ranks, each with the target's batch. Without --shard, the target wraps its "
+            "model.",
+        ),
     ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="ddp|fsdp2", help="How ranks share a model that the target has not wrapped.")
@@ -59,7 +63,7 @@ def estimate_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a training step for a device that need not be here: does it fit, what is the peak, how long is a step.
+    """Plan a training step for a device that you need not have: whether it fits, its peak, and its time.
 
     The target builds its model and runs its step without memory and without values, so neither has to fit this machine.
     Bytes are counted as on the device; seconds come from what is known of it, and are given as a range.

@@ -88,6 +88,13 @@ Trust = Annotated[
 Device = Annotated[
     str | None, typer.Option(metavar="D", help="Move the model to this device first: cpu, cuda, cuda:1.")
 ]
+DeviceOrCard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="D",
+        help="Move the model to this device first: cpu, cuda:1; or estimate for a card, as h100, or a device file.",
+    ),
+]
 _Budget = typer.Option(
     "--budget",
     metavar="B",
@@ -106,7 +113,8 @@ TimeLimit = Annotated[
         metavar="S",
         callback=time_limit_callback,
         help="Seconds that searching solvers may take. Default for a graph: "
-        f"{GRAPH_SECONDS:g}, or {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes.",
+        f"{GRAPH_SECONDS:g}, or {LARGE_GRAPH_SECONDS:g} above {LARGE_GRAPH_NODES} nodes; for pareto "
+        f"{PARETO_SECONDS:g} in all.",
     ),
 ]
 AllowRounding = Annotated[
@@ -124,7 +132,7 @@ HeadroomText = Annotated[
         metavar="B",
         callback=_checked("--headroom", _check_headroom),
         help="Part of the budget left free for the device's allocator: bytes (512MiB) or a share of the budget (5%); "
-        "where one profile is planned also auto, the amount measured while profiling.",
+        "or, except for max-batch, auto: the amount measured while profiling.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and all else on stderr.")]

@@ -117,7 +117,7 @@ def profile_of_target(
     return replace(profile(workload, progress=progress, numerics=numerics), target=target)
 
 
-def profile_file(target: TargetRecord, folder: Path = Path()) -> Path:
+def profile_file(target: TargetRecord) -> Path:
     """The file for a profile that is given none.
 
     It has the target's name, and the first number under which there is nothing yet, or a profile of the same target,
@@ -127,7 +127,7 @@ def profile_file(target: TargetRecord, folder: Path = Path()) -> Path:
     if place != "zoo":
         name = f"{Path(place).stem if place.endswith('.py') else place.rpartition('.')[2]}-{name}"
     stem = re.sub(r"[^\w.-]+", "_", name) or "model"
-    paths = (folder / f"{stem}{'' if number == 1 else f'-{number}'}.profile.json" for number in itertools.count(1))
+    paths = (Path(f"{stem}{'' if number == 1 else f'-{number}'}.profile.json") for number in itertools.count(1))
     expected = {"target": to_plain(target), "format": FORMAT}
     return next(path for path in paths if not path.exists() or _has(path, expected))
 

@@ -278,7 +278,7 @@ def estimate_report(
         ("device", f"{estimate.device}, {format_bytes(estimate.memory_bytes)} for a step"),
         ("model states", ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)),
         ("without a plan", f"peak {format_bytes(profile.unplanned_peak_bytes)}: {fits}"),
-        ("", f"{format_bytes(activations_bytes)} of it are activations and what ops take meanwhile"),
+        ("", f"{format_bytes(activations_bytes)} of it are activations and temporaries"),
         ("", f"a step takes {_seconds_range(profile.unplanned_seconds, estimate)}"),
     ]
     if kept_free_bytes:

@@ -73,8 +73,8 @@ def train_command(
 ) -> None:
     """Train for some steps, and check predictions against measurements.
 
-    With --plan, train under that plan; with --budget, first profile the model and solve for a plan. A plan that planner
-    estimate made is first checked by a step, and made anew from measurements if it does not keep its budget here.
+    With --plan, train under that plan; with --budget, first profile the model and solve for a plan. A plan from planner
+    estimate is first checked by a step; if that exceeds the budget here, a plan made from measurements replaces it.
 
     Under torchrun, each rank trains on its own batch, and only the first rank prints.
     """

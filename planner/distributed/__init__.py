@@ -1,6 +1,6 @@
-"""Planning on several ranks: each rank measures, one solves, and all apply the same plan.
+"""Ranks of a process group that plan together: messages between them, failures that all hear of, one profile of all.
 
-Also wraps models for ranks, simulates ranks, and plans stages of a pipeline. May import the rooms up to ``runtime``,
-``profiler`` and ``solvers``. Begin with ``collective.py``, which ``planner.profile`` and ``planner.apply`` enter first
-also on one process; then ``ranks.py``.
+Also wraps models for ranks, and simulates ranks. May import modules at the root of ``planner``, and ``profiler``. Begin
+with ``together`` in ``ranks.py``, which ``planner.profile`` and ``planner.apply`` enter also on one process; then
+``alike_steps.py``.
 """

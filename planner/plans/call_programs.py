@@ -20,7 +20,7 @@ from profiler.records import MenuRecord, Profile
 from profiler.step_graph import StepGraph, StepRuns, replay_step, runs_once, without_unread_runs
 from solvers import Chain, Problem, Schedule, replay
 from solvers.chain.lower_bound import bound_seconds
-from solvers.graph.registry import DEFAULT_GAP, solve_graph
+from solvers.graph.registry import solve_graph
 from solvers.highs import Program
 from solvers.problem.chain import Option
 from solvers.problem.deadline import Deadline, left_seconds
@@ -54,20 +54,20 @@ def program_menu(step: StepGraph) -> tuple[CallReplay, ...]:
     once = call_replay(step, runs_once(step))
     once_bytes = max(once.forward_peak_bytes, once.backward_peak_bytes)
     most_bytes = once.kept_bytes + _returned_bytes(step)
-    search = GraphSearch(time_limit_seconds=_MENU_SECONDS / (_LEVELS + _MIDDLES + _PEAK_LEVELS + 2))
+    seconds = _MENU_SECONDS / (_LEVELS + _MIDDLES + _PEAK_LEVELS + 2)  # for each
     beside_bytes = 2 * once_bytes  # between forward and backward: so much that nothing else decides
-    least_bytes = min(most_bytes, _least_peak(step, search, between_bytes=beside_bytes) - beside_bytes)
+    least_bytes = min(most_bytes, _least_peak(step, seconds, between_bytes=beside_bytes) - beside_bytes)
     found = {CallRoom(once_bytes, most_bytes, once_bytes): once}
 
     def look(room: CallRoom) -> None:
-        if room not in found and (runs := _runs_within(step, room, search)) is not None:
+        if room not in found and (runs := _runs_within(step, room, seconds)) is not None:
             found[room] = call_replay(step, runs)
 
     for level in range(_LEVELS):
         look(CallRoom(once_bytes, least_bytes + (most_bytes - least_bytes) * level // _LEVELS, once_bytes))
     for _ in range(_MIDDLES if len(found) > 1 else 0):
         look(CallRoom(once_bytes, _middle_of_widest(found), once_bytes))
-    least_peak_bytes = _least_peak(step, search)
+    least_peak_bytes = _least_peak(step, seconds)
     for level in range(_PEAK_LEVELS):
         peak_bytes = least_peak_bytes + (once_bytes - least_peak_bytes) * level // _PEAK_LEVELS
         look(CallRoom(peak_bytes, peak_bytes, peak_bytes))
@@ -99,16 +99,16 @@ def with_exact_programs(profile: Profile, problem: Problem, schedule: Schedule, 
         searches.setdefault(menu, []).extend(_spread(sorted(each)))
     count = sum(map(len, searches.values()))
     for menu, each in searches.items():
-        menus[menu] = _with_programs_for(menus[menu], each, GraphSearch(time_limit_seconds=seconds / count))
+        menus[menu] = _with_programs_for(menus[menu], each, seconds / count)
     return profile if menus == [*profile.menus] else replace(profile, menus=tuple(menus))
 
 
-def _with_programs_for(menu: MenuRecord, rooms: Iterable[CallRoom], search: GraphSearch) -> MenuRecord:
+def _with_programs_for(menu: MenuRecord, rooms: Iterable[CallRoom], time_limit_seconds: float) -> MenuRecord:
     graph = menu.graph
     assert graph is not None
     known = {option.runs for option in menu.options}
     for room in rooms:
-        runs = _runs_within(graph, room, search)
+        runs = _runs_within(graph, room, time_limit_seconds)
         if runs is not None and runs not in known:
             known.add(runs)
             menu = replace(menu, options=(*menu.options, menu.program(runs)))
@@ -175,7 +175,7 @@ def _room(menu: MenuRecord, problem: Problem, entries: Sequence[ReplayedAction],
     return CallRoom(forward_bytes, between_bytes, backward_bytes)
 
 
-def _runs_within(step: StepGraph, room: CallRoom, search: GraphSearch) -> StepRuns | None:
+def _runs_within(step: StepGraph, room: CallRoom, time_limit_seconds: float) -> StepRuns | None:
     """The fastest order of runs that is found for a room; None where none is."""
     most_bytes = max(room)
     around = StepSurroundings(
@@ -185,16 +185,16 @@ def _runs_within(step: StepGraph, room: CallRoom, search: GraphSearch) -> StepRu
         loss_kept=replay_step(step, runs_once(step)).handed,
     )
     try:
-        return order_within(most_bytes, step, around, problem_of_call(step, around), search)
+        return order_within(most_bytes, step, around, problem_of_call(step, around), time_limit_seconds)
     except Infeasible:
         return None
 
 
-def _least_peak(step: StepGraph, search: GraphSearch, *, between_bytes: int = 0) -> int:
+def _least_peak(step: StepGraph, time_limit_seconds: float, *, between_bytes: int = 0) -> int:
     """The smallest peak of a program that is found, with ``between_bytes`` of others between forward and backward."""
     around = StepSurroundings(forward_bytes=0, backward_bytes=0, loss_bytes=between_bytes)
     try:
-        order_within(1, step, around, problem_of_call(step, around), search)
+        order_within(1, step, around, problem_of_call(step, around), time_limit_seconds)
     except Infeasible as refusal:
         return refusal.minimum_budget_bytes
     return 1
@@ -224,16 +224,8 @@ def _unbeaten(choices: Iterable[CallReplay]) -> tuple[CallReplay, ...]:
 _ROUND_SHARES = (0.8, 0.5, 1.0)
 
 
-class GraphSearch(NamedTuple):
-    """How orders are searched for: by which method, until when, and how near to the bound."""
-
-    solver: str = "auto"
-    time_limit_seconds: float | None = None
-    gap: float = DEFAULT_GAP
-
-
 def order_within(
-    budget_bytes: int, step: StepGraph, around: StepSurroundings, problem: StepProblem, search: GraphSearch
+    budget_bytes: int, step: StepGraph, around: StepSurroundings, problem: StepProblem, time_limit_seconds: float
 ) -> StepRuns:
     """The fastest order of a call's ops that is found within a budget.
 
@@ -246,12 +238,12 @@ def order_within(
     least_bytes, room_bytes = 0, budget_bytes
     for share in _ROUND_SHARES:
         with Deadline(left_seconds() * share):
-            solution = solve_graph(problem.graph, room_bytes, *search)
+            solution = solve_graph(problem.graph, room_bytes, time_limit_seconds=time_limit_seconds)
         if solution.interrupted:
             raise KeyboardInterrupt
         if solution.schedule is None and least_bytes:
             break
-        runs = without_unread_runs(step, runs_of(problem, require_schedule(solution, budget_bytes, search.solver)))
+        runs = without_unread_runs(step, runs_of(problem, require_schedule(solution, budget_bytes, "auto")))
         peak_bytes = around.peak_bytes(step, runs)
         if peak_bytes <= budget_bytes:
             return runs
@@ -260,7 +252,7 @@ def order_within(
     raise Infeasible(
         minimum_budget_bytes=least_bytes,
         reason="the orders that were found hand over what forward returns and nobody holds",
-        solver=search.solver,
+        solver="auto",
         budget_bytes=budget_bytes,
         proven=False,
     )

@@ -301,7 +301,7 @@ class StorageSizes:
         self._made: dict[int, int] = {}
 
     def of(self, tensor: Tensor) -> int:
-        """Makes the record of the storage under a traced tensor."""
+        """The bytes of the storage under a traced tensor."""
         storage = tensor.untyped_storage()
         return max(storage.nbytes(), self._made.get(storage._cdata, 0))
 

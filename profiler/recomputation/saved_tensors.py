@@ -302,8 +302,6 @@ def is_undefined(tensor: Tensor, first: Values, second: Values) -> bool:
     return all(is_shown or one == other for one, other, is_shown in zip(first, second, shown.tolist(), strict=True))
 
 
-leave_uncompiled(__name__)
-
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -313,7 +311,7 @@ def hooks_now() -> Hooks | None:
 
 
 def hooks_of_the_user() -> Hooks | None:
-    """Returns them but for those of ``torch.utils.checkpoint``, which count tensors and hold none."""
+    """The innermost hooks, but for those of ``torch.utils.checkpoint``, which count tensors and hold none."""
     hooks = hooks_now()
     return None if hooks is None or _of_checkpoint(hooks) else hooks
 
@@ -322,7 +320,7 @@ def in_checkpoint() -> bool:
     """Whether ``torch.utils.checkpoint`` takes what is saved now.
 
     It gives backward the tensors saved by its recomputation in the place of those of the first run, by their order:
-        both have to save the same.
+    both have to save the same.
     """
     hooks = hooks_now()
     return hooks is not None and _of_checkpoint(hooks)

@@ -16,8 +16,6 @@ from torch.utils.flop_counter import flop_registry
 from profiler.device_record import BY_FLOPS, DeviceRecord
 from profiler.workload.tensor_trees import map_tensors, tensors_in
 
-_aten = torch.ops.aten
-
 _MATMUL = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "mv", "addmv", "dot", "_scaled_mm", "addbmm"})
 _KINDS = {
     "copy": "clone copy_ _to_copy cat stack constant_pad_nd repeat index_select select_backward slice_backward roll "

@@ -126,9 +126,9 @@ class SimulatedDevice(TorchDispatchMode):
         if transient_bytes:
             self._free(self._allocated(transient_bytes))
 
-    def hold(self, tensor: Tensor, *, on_host: bool = False) -> None:
-        """Counts the storage of a tensor until it is gone; one in host memory counts as nothing."""
-        self._count(tensor, on_host=on_host)
+    def hold(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor until it is gone."""
+        self._count(tensor, on_host=False)
         self._note_peak()
 
     def _count(self, tensor: Tensor, *, on_host: bool, has_block: bool = True) -> None:

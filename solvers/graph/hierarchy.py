@@ -1,7 +1,7 @@
 """Treats a graph as a chain of blocks: a menu of options for each block, combined by the dynamic program for chains.
 
-Formulation: the forward nodes are cut where little is read across (``solvers.graph.blocks``), each block gets
-a menu of what to keep for its backward (``solvers.graph.blocks``), and a table for chains chooses per block and
+Formulation: the forward nodes are cut where little is read across, each block gets a menu of what to keep for its
+backward (both in ``solvers.graph.blocks``), and a table for chains chooses per block and
 budget: keep one of the menu's sets, or nothing but the block's entry and run it again later. The table's answers are
 written out as orders of the graph's own nodes and checked against the exact profile; several near the last answer that
 fits are offered. Finer and coarser blocks are tried in turn.

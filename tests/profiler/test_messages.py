@@ -1,15 +1,17 @@
-"""What goes on is logged at INFO, and seen on stderr where the application has set up no logging."""
+"""What goes on is logged at INFO, and seen on stderr where nobody has set up logging; warnings name the user's line."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from profiler import messages
-from profiler.messages import tell, told_by
+from profiler.messages import tell, told_by, warn_caller
 
 NAME = "planner"
 
@@ -81,3 +83,11 @@ def test_parts_are_told_some_seconds_apart(loggers, capsys, monkeypatch):
         "planner: profiling: warm up (step 1)",
         "planner: profiling: memory (step 3 of about 14)",
     ]
+
+
+def test_a_warning_names_the_line_outside_this_project_and_torch() -> None:
+    ours: dict[str, object] = {"__name__": "planner.somewhere", "warn_caller": warn_caller}
+    exec("def call(): warn_caller('slow', FutureWarning)", ours)
+    with pytest.warns(FutureWarning, match="slow") as caught:
+        torch.autograd.graph.disable_saved_tensors_hooks("")(functools.partial(ours["call"]))()  # type: ignore[arg-type]
+    assert caught[0].filename == __file__

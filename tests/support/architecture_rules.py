@@ -20,7 +20,7 @@ MOST_FILES = 25  # in one folder
 MOST_LINES = 600  # of one file
 
 SOLVER_LIBRARIES = {"numpy", "pulp", "highspy", "msgspec", "solvers"}  # and the standard library
-REGISTRIES = {"registry", "candidates", "offload_candidates"}
+REGISTRIES = {"registry", "candidates"}
 TEST_FOLDERS = {"system", "support", "gpu", "benchmarks", "docs"}
 ONE_A_FRAMEWORK = {"MemoryBudgetCallback"}  # the same thing for each framework, derived from that one's own class
 FORBIDDEN_NAMES = {"profile.py", "utils.py", "helpers.py"}

@@ -36,7 +36,7 @@ def fresh(work: Workload) -> torch.optim.Optimizer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", by_day(DRAWS, ["inside_scaled"]))
+@pytest.mark.parametrize("name", by_day(DRAWS, ["inside_scaled", "experts"]))
 def test_steps_of_any_depth_are_exact_and_within_budget(name: str) -> None:
     work = drawing(name)
     seed_all(3)

@@ -131,7 +131,6 @@ def test_what_nodes_keep_until_the_output_goes_is_said_as_stages_that_run_again_
     assert any("save_for_backward" in line for line in frugal.unsteady)
 
 
-@pytest.mark.nightly
 def test_programs_have_the_bytes_of_the_plain_profile() -> None:
     settings = SMALL["gpt2"]
     plain = planner.profile(zoo.build("gpt2", **settings), stages=["transformer.h.*"])

@@ -208,7 +208,7 @@ def test_estimates_have_the_peaks_of_ranks_that_run(ranks: int) -> None:
         assert profile.unplanned_peak_bytes == int(measured[kind]), kind
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_tensor_parallel_ranks_wait_for_what_they_send() -> None:
     def estimated(bytes_per_second: float) -> planner.Profile:
         device = replace(A_CPU, network=NetworkRecord(bytes_per_second=bytes_per_second))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import planner
-from planner.plans.call_programs import GraphSearch, first_difference, order_within
+from planner.plans.call_programs import first_difference, order_within
 from planner.step_problem import StepProblem, problem_of_call
 from profiler.step_graph import StepRuns
 from tests.support.chain_steps import AROUND, KIB, chain_step
@@ -25,7 +25,7 @@ def too_small(problem: StepProblem) -> StepProblem:
 def found(budget_bytes: int, *, counts_too_few: bool = False) -> StepRuns:
     problem = problem_of_call(STEP, BESIDE)
     problem = too_small(problem) if counts_too_few else problem
-    return order_within(budget_bytes, STEP, BESIDE, problem, GraphSearch(time_limit_seconds=2))
+    return order_within(budget_bytes, STEP, BESIDE, problem, time_limit_seconds=2)
 
 
 def seconds_again(runs: StepRuns) -> float:
