@@ -86,7 +86,7 @@ def test_parts_are_told_some_seconds_apart(loggers, capsys, monkeypatch):
 
 
 def test_a_warning_names_the_line_outside_this_project_and_torch() -> None:
-    ours: dict[str, object] = {"__name__": "planner.somewhere", "warn_caller": warn_caller}
+    ours: dict[str, object] = {"__name__": "planner.units", "warn_caller": warn_caller}
     exec("def call(): warn_caller('slow', FutureWarning)", ours)
     with pytest.warns(FutureWarning, match="slow") as caught:
         torch.autograd.graph.disable_saved_tensors_hooks("")(functools.partial(ours["call"]))()  # type: ignore[arg-type]
