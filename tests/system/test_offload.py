@@ -366,6 +366,7 @@ def with_option(number: int) -> Callable[[Chain], Schedule]:
 
 
 @pytest.mark.filterwarnings("error:planned stage")
+@pytest.mark.nightly
 def test_beside_every_program_of_a_transformers_block_what_others_keep_travels(
     engines: list[SimulatedCopyEngine],
 ) -> None:

@@ -75,6 +75,7 @@ def test_the_advised_ones_fit_and_are_the_fastest_that_do(tight):
     assert list(tight.combinations) == sorted(tight.combinations, key=rank)
 
 
+@pytest.mark.slow
 def test_results_are_as_bad_as_the_worst_lever(tight):
     for each in tight.combinations:
         if each.precision or each.optimizer:
@@ -296,6 +297,7 @@ def test_nothing_to_run_again():
     assert not any("recompute" in each.kinds for each in found.combinations)
 
 
+@pytest.mark.slow
 def test_the_document_is_plain_data(tight):
     document = json.loads(json.dumps(document_of(tight), allow_nan=False))
     assert document["budget_bytes"] == tight.budget_bytes
@@ -306,6 +308,7 @@ def test_the_document_is_plain_data(tight):
     assert len(document["combinations"]) == len(tight.combinations)
 
 
+@pytest.mark.slow
 def test_tables_and_picture_show_what_is_advised(tight, tmp_path, capsys):
     Output().show(report_of(tight))
     text = capsys.readouterr().out

@@ -49,6 +49,7 @@ def test_the_unplanned_limit_is_the_true_one(found, budget):
     assert found.none.confirmed and found.none.next_fails
 
 
+@pytest.mark.slow
 def test_the_planned_limits_are_confirmed_by_real_steps(found, budget):
     for limit in (found.recompute, found.offload):
         assert limit.confirmed and limit.next_fails
@@ -59,12 +60,14 @@ def test_the_planned_limits_are_confirmed_by_real_steps(found, budget):
     assert found.none.size < found.recompute.size <= found.offload.size
 
 
+@pytest.mark.slow
 def test_no_plan_fits_one_more(found, budget):
     workload = build(found.recompute.size + STEP)
     with pytest.raises(planner.Infeasible):
         planner.solve(planner.profile(workload, menus=False), budget, offload="never")
 
 
+@pytest.mark.slow
 def test_throughput_is_of_the_batch(found):
     for limit in (found.none, found.recompute, found.offload):
         assert limit.samples_per_second == limit.throughput > 0

@@ -86,6 +86,7 @@ def test_a_profile_is_predicted_as_it_is_measured(scaling, real):
     assert replay(bare, smallest_schedule(bare)).peak_bytes == replay(chain, smallest_schedule(chain)).peak_bytes
 
 
+@pytest.mark.slow
 def test_every_size_has_the_options_of_the_largest(scaling):
     counts = [[len(menu.options) for menu in profile.menus] for profile in scaling.profiles]
     assert sum(counts[-1]) > 0
@@ -93,6 +94,7 @@ def test_every_size_has_the_options_of_the_largest(scaling):
     assert sum(len(menu.options) for menu in predicted.menus) == sum(counts[-1])
 
 
+@pytest.mark.slow
 def test_options_are_the_same_whatever_they_are_called(scaling):
     first = scaling.profiles[0]
     menus = tuple(
@@ -103,6 +105,7 @@ def test_options_are_the_same_whatever_they_are_called(scaling):
     assert renamed.at(7) == scaling.at(7)
 
 
+@pytest.mark.slow
 def test_options_are_predicted_as_they_are_measured(scaling):
     predicted = ProfileScaling(sizes=SIZES[1:], profiles=scaling.profiles[1:]).at(SIZES[0])
     found, measured = (
@@ -131,6 +134,7 @@ def test_what_grows_as_a_square_is_said_to_and_predicted():
 @pytest.mark.parametrize(
     ("held", "says"), [((100, 180, 220), "16.7% off"), ((100, 160, 220), ""), ((100, 140, 220), "16.7% off")]
 )
+@pytest.mark.slow
 def test_how_far_off_the_line_bytes_are_is_said_of_both_sides(scaling, held, says):
     """The line from 100 to 220 is at 160 halfway; 20 are a sixth of the 120 that they grow by."""
 
@@ -146,12 +150,14 @@ def test_how_far_off_the_line_bytes_are_is_said_of_both_sides(scaling, held, say
     assert all(f"{kind} than linearly" in note and says in note for note in bent.notes())
 
 
+@pytest.mark.slow
 def test_two_sizes_are_a_line(scaling):
     pair = ProfileScaling(sizes=SIZES[1:], profiles=scaling.profiles[1:])
     assert pair.bend == 0 and pair.is_linear and "two sizes cannot tell" in pair.notes()[0]
     assert pair.at(9).unplanned_peak_bytes == scaling.at(9).unplanned_peak_bytes
 
 
+@pytest.mark.slow
 def test_profiles_of_other_stages_are_refused(scaling):
     short = replace(scaling.profiles[0], stages=scaling.profiles[0].stages[:-1])
     with pytest.raises(
@@ -164,12 +170,14 @@ def test_profiles_of_other_stages_are_refused(scaling):
         replace(scaling, profiles=(replace(scaling.profiles[0], stages=stages), *scaling.profiles[1:])).at(5)
 
 
+@pytest.mark.slow
 def test_one_size_or_falling_ones_are_refused(scaling):
     for sizes in ((2,), (3, 2), (2, 2)):
         with pytest.raises(ValueError, match="two or more rising ones"):
             ProfileScaling(sizes=sizes, profiles=scaling.profiles[: len(sizes)])
 
 
+@pytest.mark.slow
 def test_a_stage_can_run_again_only_where_it_can_at_every_size_and_draws_random_numbers_where_it_does_at_any(scaling):
     first = scaling.profiles[0]
     stages = tuple(replace(stage, reason="it has changed", draws_random=True) for stage in first.stages)
@@ -178,6 +186,7 @@ def test_a_stage_can_run_again_only_where_it_can_at_every_size_and_draws_random_
     assert all(stage.draws_random for stage in changed.stages)
 
 
+@pytest.mark.slow
 def test_stages_that_run_other_ops_at_one_size_have_no_options(scaling):
     first = scaling.profiles[0]
     other = replace(first.menus[0], ops=replace(first.menus[0].ops, modules=("another", *first.menus[0].ops.modules)))
@@ -187,6 +196,7 @@ def test_stages_that_run_other_ops_at_one_size_have_no_options(scaling):
         assert (record.menu >= 0) == (before.menu > 0)
 
 
+@pytest.mark.slow
 def test_no_phase_is_predicted_to_peak_below_its_end(scaling):
     """Ends grow by 100 a size and peaks by 95: the lines cross, at 300 with four samples."""
     profiles = []

@@ -260,7 +260,7 @@ def test_the_demo_refuses_a_plan_that_changes_the_losses(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stdout_holds_one_document_even_where_the_target_prints(files):
     command = [
         sys.executable,

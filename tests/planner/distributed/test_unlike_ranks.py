@@ -103,14 +103,14 @@ def refused(rank: int) -> dict[str, str]:
         model=workload.model, inputs=torch.randn(8 * (1 + rank), WIDTH), loss=lambda y: y.square().mean()
     )
     other_model = planner.Workload(model=wide, inputs=torch.randn(8, WIDTH), loss=lambda y: y.square().mean())
-    profile = planner.profile(workload)
+    profile = planner.profile(workload, menus=False)
     budgets = [planner.solve(profile, share) for share in ("90%", "55%")]
     frozen = uneven(rank)
     if rank == 1:
         next(frozen.model.parameters()).requires_grad_(False)
     return {
-        "batch": said(lambda: planner.profile(other_batch)),
-        "model": said(lambda: planner.profile(other_model)),
+        "batch": said(lambda: planner.profile(other_batch, menus=False)),
+        "model": said(lambda: planner.profile(other_model, menus=False)),
         "frozen": said(lambda: planner.measure(frozen)),
         "plan": said(lambda: planner.apply(workload.model, budgets[rank])),
         "budget": said(lambda: planner.solve(profile, ("90%", "55%")[rank])),

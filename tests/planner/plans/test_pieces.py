@@ -183,7 +183,7 @@ def test_modules_in_pieces_take_what_the_plan_says_and_have_the_gradients_of_the
 @pytest.fixture(scope="module")
 def profiled():
     torch.manual_seed(0)
-    return planner.profile(workload(Language()), numerics="rounding")
+    return planner.profile(workload(Language()), numerics="rounding", menus=False)
 
 
 @pytest.mark.slow
@@ -206,6 +206,7 @@ def test_a_profile_without_pieces_is_refused_with_how_to_have_them():
         planner.solve(profile, 1)
 
 
+@pytest.mark.slow
 def test_a_plan_in_pieces_says_so_and_is_read_back(profiled, tmp_path):
     plan = planner.solve(profiled, "30%", numerics="rounding")
     assert re.search("head and the loss: (3|12) pieces of at most (128|32) rows", plan.summary())
@@ -255,6 +256,7 @@ def test_small_heads_have_no_pieces():
     assert planner.profile(step).heads == ()
 
 
+@pytest.mark.slow
 def test_what_needs_all_of_the_output_under_the_plan_is_said_once_and_right(profiled):
     torch.manual_seed(0)
     model = Language()
@@ -268,6 +270,7 @@ def test_what_needs_all_of_the_output_under_the_plan_is_said_once_and_right(prof
     torch.testing.assert_close(model.head.weight.grad, expected)
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_planned_model_has_no_pieces(profiled):
     model = Language()
     with planner.apply(model, planner.solve(profiled, "30%", numerics="rounding")):

@@ -190,7 +190,7 @@ def test_the_model_goes_although_nobody_removed_its_plans():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_thread_holds_up_the_end_of_the_program():
     code = (
         "import torch, planner\n"

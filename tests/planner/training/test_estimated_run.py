@@ -41,6 +41,7 @@ def test_the_peak_is_that_of_the_plan(profile: planner.Profile, offload: Any) ->
     assert run.default.flushes == run.default.short_bytes == run.expandable.short_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_device_with_too_little_memory_is_told_what_is_missing(profile: planner.Profile) -> None:
     plan = planner.solve(profile, "85%", offload="never")
     run = run_estimated(build, plan, replace(CARD, memory_bytes=plan.predicted_peak_bytes - 2**19))
