@@ -26,8 +26,8 @@ from tests.support.doc_blocks import COMMANDS, PAGES, PRINTED, READ_ELSEWHERE, R
 WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
 # The longest pages.
 AT_NIGHT = (
-    *("advice", "estimate", "frameworks", "getting-started", "max-batch", "offload", "plans", "reading-a-plan"),
-    "solvers",
+    *("advice", "estimate", "frameworks", "getting-started", "max-batch", "offload", "out-of-memory", "plans"),
+    *("reading-a-plan", "solvers"),
 )
 WITH_SLOW_BLOCKS = [page for page in WITH_BLOCKS if any(block.slow for block in blocks_of(page))]
 _BEFORE_A_NUMBER = re.compile(r"[^0-9]*")
