@@ -219,7 +219,7 @@ def _named_alike(folder: Path) -> str:
 
 def _load_file(text: str, path: Path) -> ModuleType:
     if not os.path.isfile(path):
-        raise NoTarget(f"target {text!r}: expected a file, got none at {str(path)!r}; check the path")
+        raise NoTarget(f"target {text!r}: there is no file {str(path)!r}; check the path")
     name = f"planner_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -147,7 +147,7 @@ def _lock(handle: int, *, wait: bool = True) -> None:
 
 def _not_written(target: Path, error: OSError) -> str:
     if error.errno == errno.ENAMETOOLONG:
-        return f"{target}: expected a name that the file system can have, got one too long; choose a shorter one"
+        return f"{target}: the name is too long for the file system; choose a shorter one"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"{target}: expected room to write it, got {error.strerror}; make room or choose another place"
     return f"{target}: expected a folder that can be written to, got {error.strerror}; create it or choose another"
@@ -178,18 +178,15 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{where}: expected a JSON document, got one nested without end; make it again") from error
+        raise ValueError(f"{where}: its JSON document is nested too deeply to be read; make it again") from error
     except json.JSONDecodeError as error:
         if not text.lstrip().startswith(("{", "[")):
-            raise ValueError(
-                f"{where}: expected {_in_words(formats)}, got a file that is no JSON document; "
-                "pass one that planner wrote"
-            ) from error
+            raise ValueError(f"{where}: it is no JSON document; pass {_in_words(formats)}") from error
         what = "more than one" if error.msg == "Extra data" else "one that breaks off"
         raise ValueError(f"{where}: expected a whole JSON document, got {what}: {error}; make it again") from error
     except ValueError as error:  # Python's limit of digits.
         raise ValueError(
-            f"{where}: expected numbers up to 2**50, got one of thousands of digits; correct it"
+            f"{where}: it has a number of thousands of digits, and the largest allowed is 2**50; correct it"
         ) from error
     kind = document.get("format") if isinstance(document, dict) else None
     if not isinstance(kind, str) or kind not in formats:
@@ -215,21 +212,21 @@ def read_text(path: str | Path, what: str = "a readable file") -> str:
     from_input = str(path) == "-"
     where = "standard input" if from_input else str(path)
     if from_input and sys.stdin is None:
-        raise ValueError(f"{where}: expected a JSON document, got none: it is closed; pass the name of a file")
+        raise ValueError(f"{where}: it is closed, so there is no JSON document in it; pass the name of a file")
     try:
         if from_input:
             text = _in_blocks(sys.stdin).removeprefix("\ufeff")
         else:
             if is_special(path):
-                raise ValueError(f"{where}: expected a file, got a device or a pipe; pass - and the content as input")
+                raise ValueError(f"{where}: it is a device or a pipe, not a file; pass - and the content as input")
             with open(path, encoding="utf-8-sig") as file:
                 text = _in_blocks(file)
     except FileNotFoundError as error:
-        raise ValueError(f"{where}: expected {what}, got no file of that name; check the path") from error
+        raise ValueError(f"{where}: there is no file of that name; check the path, or pass {what}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where}: expected a readable file, got {error}; check the path") from error
+        raise ValueError(f"{where}: it cannot be read: {error}; check the path") from error
     if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{where}: expected at most {MOST_CHARACTERS:,} characters, got more; pass another file")
+        raise ValueError(f"{where}: it has more than {MOST_CHARACTERS:,} characters; pass another file")
     return text
 
 
@@ -267,7 +264,7 @@ def check_plain(document: Any, where: str) -> None:
         if not below:
             return
         level = below
-    raise ValueError(f"{where}: expected at most {MOST_LEVELS} levels of nesting, got more; make it again")
+    raise ValueError(f"{where}: it is nested more than {MOST_LEVELS} levels deep; make it again")
 
 
 def _check_value(value: Any, where: str, place: str) -> None:

@@ -179,12 +179,12 @@ def usage_in_words(error: Any, command: str) -> str:
     see = f"{command} -h lists them"
     message = error.format_message()
     if kind == "MissingParameter":
-        return f"{_name_of(error.param)}: expected a value, got none; add it, {command} -h says more"
+        return f"{_name_of(error.param)}: it is missing; add it, {command} -h says more"
     if kind == "NoSuchOption":
         near = f"did you mean {' or '.join(sorted(error.possibilities))}? {see}" if error.possibilities else see
-        return f"{error.option_name}: expected an option of {command}, got one that it does not have; {near}"
+        return f"{error.option_name}: {command} has no such option; {near}"
     if kind == "BadOptionUsage":
-        return f"{error.option_name}: expected a value, got none; add it, {command} -h says more"
+        return f"{error.option_name}: its value is missing; add it, {command} -h says more"
     if getattr(error, "param", None) is not None:
         return _value_in_words(error)
     if match := re.match(r"No such command '(.*?)'\.?\s*(.*)", message, re.DOTALL):

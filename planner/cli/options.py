@@ -231,7 +231,7 @@ def offload_text(
         ValueError: two of them contradict each other.
     """
     if no_offload and offload_only:
-        raise ValueError("--no-offload, --offload-only: expected one of them, got both; leave one out")
+        raise ValueError("--no-offload, --offload-only: they contradict each other; leave one out")
     mode = "no" if no_offload else "only" if offload_only else None
     numbers = (("gbps", link_gbps), ("devices", devices_per_link), ("host", host_memory))
     parts = [part for part in (text, mode, *(f"{key}={value}" for key, value in numbers if value is not None)) if part]

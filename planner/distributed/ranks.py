@@ -126,18 +126,16 @@ def failed(what: str, failures: Sequence[Failure], missing: Sequence[int], secon
     if own is not None and own.kind == RankError.__name__:
         return RankError(own.said, own.rank)  # It names the function and the rank itself.
     if own is not None:
-        return RankError(
-            f"{what}: expected it to succeed on every rank, got an error on rank {own.rank}: {own.said}", own.rank
-        )
+        return RankError(f"{what}: rank {own.rank} failed, so all ranks stop: {own.said}", own.rank)
     heard = f"; {in_words([failures[0].rank])} had: {failures[0].said}" if failures else ""
     if missing:
         return RankError(
-            f"{what}: expected every rank to take part, got no answer from {in_words(missing)} within {seconds:g} "
-            f"seconds{heard}; see how it ended, in its own output (killed, out of memory?), and start all ranks again",
+            f"{what}: no answer came from {in_words(missing)} within {seconds:g} seconds{heard}; see how it "
+            "ended, in its own output (killed, out of memory?), and start all ranks again",
             missing[0],
         )
     return RankError(
-        f"{what}: expected every rank to take part in the same collectives, got a rank that waited in vain{heard}; "
+        f"{what}: a rank waited in vain for the others{heard}; "
         "run the same step on every rank, or raise the group's timeout where one is slow",
         failures[0].rank,
     )

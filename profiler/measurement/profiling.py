@@ -107,7 +107,7 @@ def profile(
 def check_profilable(workload: Workload) -> None:
     """Refuse a workload of which nobody could make a plan; raises ProfileError."""
     if not workload.model.training:
-        raise ProfileError("profile: expected a model in training mode, got one in eval mode; call model.train()")
+        raise ProfileError("profile: the model is in eval mode; call model.train()")
     if under_compiled_autograd():
         raise ProfileError(
             "profile: compiled autograd is on (torch._dynamo.config.compiled_autograd): it makes everything that a "

@@ -198,7 +198,7 @@ def measure_states(workload: Workload) -> MeasuredStates:
         ProfileError: the step fails, or the model is in eval mode.
     """
     if not workload.model.training:
-        raise ProfileError("model states: expected a model in training mode, got one in eval mode; call model.train()")
+        raise ProfileError("model states: the model is in eval mode; call model.train()")
     with preserved(workload):
         randomness = RandomState()
         fresh = bool(workload.optimizers) and not any(each.state for each in with_inner(workload.optimizers))

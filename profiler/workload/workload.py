@@ -432,7 +432,7 @@ def check_kinds(model: Any, inputs: Any, loss: Any) -> None:
             "the first one with step=, the whole step of your loop, then the next one with the same step and budget"
         )
     if inputs is None:
-        raise ValueError("Workload: expected inputs, one batch as the model takes it, got none; pass inputs=batch")
+        raise ValueError("Workload: it has no inputs; pass inputs=batch, one batch as the model takes it")
     if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
         raise ValueError(
             "Workload: expected inputs to be a tensor, a tuple of arguments or a dict of keyword arguments, "

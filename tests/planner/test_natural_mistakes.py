@@ -39,7 +39,7 @@ def made() -> dict[str, Any]:
 MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str, str]] = [
     (lambda made: planner.profile(model()), "expected a planner.Workload, got a Sequential", "planner.Workload("),
     (lambda made: planner.Workload(model=nn.Linear, inputs=X), "got type", "pass one"),
-    (lambda made: planner.Workload(model=model()), "expected inputs", "pass inputs=batch"),
+    (lambda made: planner.Workload(model=model()), "it has no inputs", "pass inputs=batch"),
     (lambda made: workload(inputs=torch.utils.data.DataLoader([X])), "got DataLoader", "pass one batch of it"),
     (lambda made: workload(loss=X.mean()), "expected loss to be callable", "pass one"),
     (lambda made: workload(loss=nn.MSELoss()), "takes input and target, and", "lambda output: loss(output, target)"),

@@ -86,7 +86,7 @@ class TestForms:
         ("zoo:gpt7", {}, "expected one of gpt2, .*, got 'gpt7'; did you mean gpt2"),
         ("zoo:mlp", {"colour": 1}, "expected the settings batch=.*, got 'colour'; use one of them"),
         ("zoo:mlp", {"batch": 10**18}, "expected sizes that this machine can hold, got .*; make them smaller"),
-        ("absent.py:build", {}, "expected a file, got none at 'absent.py'; check the path"),
+        ("absent.py:build", {}, "there is no file 'absent.py'; check the path"),
         (".:build", {}, "end the file's name with .py"),
         ("some/file.txt:build", {}, "end the file's name with .py"),
         ("planner_test_absent:build", {}, "got ModuleNotFoundError: .*planner_test_absent.*; check its name"),

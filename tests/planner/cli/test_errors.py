@@ -44,9 +44,9 @@ def test_commands_with_results_take_json(name):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["solve"], "FILE: expected a value, got none; "),
-        (["solve", "x.json", "--budget"], "--budget: expected a value, got none; "),
-        (["compare", "zoo:mlp"], "--budget: expected a value, got none; add it, planner compare -h says more"),
+        (["solve"], "FILE: it is missing; "),
+        (["solve", "x.json", "--budget"], "--budget: its value is missing; "),
+        (["compare", "zoo:mlp"], "--budget: it is missing; add it, planner compare -h says more"),
         (["solve", "x.json", "--budget", "much"], "--budget: expected a size such as 8GiB"),
         (["train", "zoo:mlp", "--budget", "much"], "--budget: expected a size such as 8GiB"),
         (["max-batch", "zoo:mlp", "--budget", "50%"], "--budget: expected what the device holds"),
@@ -62,9 +62,9 @@ def test_commands_with_results_take_json(name):
         (["solve", "x.json", "--link-gbps", "fast"], "--link-gbps: expected a number, got 'fast'; "),
         (
             ["solve", "--bugdet"],
-            "--bugdet: expected an option of planner solve, got one that it does not have; ",
+            "--bugdet: planner solve has no such option; ",
         ),
-        (["--nope"], "--nope: expected an option of planner, got one that it does not have; "),
+        (["--nope"], "--nope: planner has no such option; "),
         (["slove"], "COMMAND: expected a command of planner, got 'slove'; did you mean 'solve'?"),
         (["show", "a", "b"], "planner show: expected no further argument, got b; "),
         (["profile", "gpt2"], "TARGET: expected zoo:NAME, "),
