@@ -202,8 +202,8 @@ def read_document(path: str | Path, formats: dict[str, int]) -> dict[str, Any]:
     return document
 
 
-def read_text(path: str | Path, what: str = "a readable file") -> str:
-    """The text of a file; ``-`` is standard input. ``what`` names in errors what is expected.
+def read_text(path: str | Path, what: str = "") -> str:
+    """The text of a file; ``-`` is standard input. ``what`` names in errors what to pass.
 
     Raises:
         ValueError: there is none, it is no text, it is larger than any that the planner writes, or it is a device or a
@@ -222,7 +222,8 @@ def read_text(path: str | Path, what: str = "a readable file") -> str:
             with open(path, encoding="utf-8-sig") as file:
                 text = _in_blocks(file)
     except FileNotFoundError as error:
-        raise ValueError(f"{where}: there is no file of that name; check the path, or pass {what}") from error
+        other = f", or pass {what}" if what else ""
+        raise ValueError(f"{where}: there is no file of that name; check the path{other}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: it cannot be read: {error}; check the path") from error
     if len(text) > MOST_CHARACTERS:

@@ -330,7 +330,7 @@ def test_wrong_input_is_refused(args, says):
         ("zoo:mlp", "expected the settings batch="),
         ("zoo:nothing", "expected one of gpt2"),
         ("planner.zoo:nothing", "expected a function 'nothing'"),
-        ("not/there.py:build", "expected a file"),
+        ("not/there.py:build", "there is no file"),
     ],
 )
 def test_what_no_size_helps_is_refused_without_trying_others(target, says):

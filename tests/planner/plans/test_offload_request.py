@@ -238,7 +238,7 @@ def test_curves_over_a_link_stand_beside_those_that_recompute(file: Path, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--no-offload", "--offload-only"], "got both"),
+        (["--no-offload", "--offload-only"], "they contradict each other"),
         (["--offload-only"], "no link to host memory"),
         (["--link-gbps", "-1"], "a number greater than or equal to 0"),
         (["--devices-per-link", "0"], "a number greater than or equal to 1"),
