@@ -214,7 +214,6 @@ def test_what_looks_at_the_whole_batch_or_changes_buffers_by_it_changes_results(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_advised_plan_is_found_by_all_methods(monkeypatch):
     """All methods together find a plan of no seconds here; a step takes one, as those measured may be noise."""
     measure = planner.capacity.workload_variants.profile
@@ -238,7 +237,6 @@ def reasons(advice):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_levers_that_do_not_apply_say_why():
     work = build(optimizer="none")
     work.autocast = torch.bfloat16
@@ -252,7 +250,6 @@ def test_levers_that_do_not_apply_say_why():
     assert reasons(planner.advise(half, "90%", menus=False))["autocast bfloat16"] == "the parameters are bfloat16"
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_of_a_step_of_the_user_s_own_nothing_is_changed_but_what_is_kept(tmp_path):
     A_CPU.save(tmp_path / "cpu.json")  # Its seconds, and so the fastest combination, are always the same.

@@ -376,7 +376,6 @@ def build_repeated(repeats):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_growth_below_the_peak_of_the_optimizers_step_is_growth():
     peaks = [planner.measure(build_repeated(repeats), repeats=1).peak_bytes for repeats in (1, 4, 60, 61)]
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3]

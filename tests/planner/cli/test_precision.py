@@ -41,7 +41,6 @@ def test_a_plan_is_not_trained_in_another_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_compare_measures_every_row_in_the_workloads_own_precision(tmp_path: Path) -> None:
     own = [*SETTINGS, "precision=amp-fp16"]
     document = json.loads(done("compare", "zoo:mlp", *own, "--budget", "85%", "--json").stdout)

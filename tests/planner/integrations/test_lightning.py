@@ -56,7 +56,6 @@ def test_losses_are_those_without_it_and_peaks_are_within_the_budget(kind: Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_part_that_is_named_is_planned_where_several_are_trained() -> None:
     with pytest.raises(ValueError, match=r"in this \w+ trains 'generator' and 'discriminator'.*network='generator'"):
         fit(Adversarial, planned())

@@ -160,7 +160,6 @@ class HandleKinds(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_batches_that_are_padded_to_other_lengths_get_plans_of_their_own(tmp_path: Path) -> None:
     data = rows(16, (16, 16, 16, 16, 48, 48, 48, 48, 32, 32, 32, 32))
     settings = {"data": data, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential", "max_steps": 4}

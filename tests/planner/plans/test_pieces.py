@@ -278,7 +278,6 @@ def test_a_copy_of_a_planned_model_has_no_pieces(profiled):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_one_call_trains_in_pieces():
     torch.manual_seed(0)
     model = Language()

@@ -55,7 +55,6 @@ def shape_of(menu: MenuRecord) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_stages_are_captured_within_the_limit_and_plans_of_their_programs_hold(peaks: list[int]) -> None:
     plain = planner.profile(workload(), stages=["Block"])
     limit = plain.unplanned_peak_bytes * 7 // 10

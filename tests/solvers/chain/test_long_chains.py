@@ -54,7 +54,6 @@ def test_long_chains_come_within_one_percent_of_the_bound_on_all_schedules(kind:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_thousand_stages_within_a_whole_call() -> None:
     chain = large_chain(7, 1000)
     low, top = shortage(chain).minimum_budget_bytes, unplanned_peak(chain)
