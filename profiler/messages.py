@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable
 
 LINE_SECONDS = 5.0  # between lines of progress: what goes on, without a line for every run
+# Packages whose calls are not what the user wrote.
+_BETWEEN = {"planner", "profiler", "solvers", "torch", "contextlib", "functools"}
 
 
 def tell(name: str, text: str) -> None:
@@ -62,10 +64,6 @@ def told_by(name: str, doing: str) -> Callable[[str, int, int], None]:
         tell(name, f"{doing}: {what} (step {done + 1}{count})")
 
     return progress
-
-
-# Packages whose calls are not what the user wrote.
-_BETWEEN = {"planner", "profiler", "solvers", "torch", "contextlib", "functools"}
 
 
 def warn_caller(text: str, category: type[Warning] = RuntimeWarning) -> None:

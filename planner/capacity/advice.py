@@ -36,6 +36,9 @@ from profiler.workload.optimizers import optimizer_names
 from profiler.workload.steps import ProfileError
 
 _NAMED = 3  # combinations that a note names
+# Micro-batches of a batch that are looked at; more where nothing fits that leaves training as it is.
+MICRO_BATCHES = 8
+_NO_OFFLOAD = Offload(mode="never")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +176,6 @@ def _notes(outcome: SearchOutcome, needed_bytes: int, budget_bytes: int) -> tupl
     return (f"{over}: what fits is {', or '.join(each.title for each in fitting[:_NAMED])}{more}", *outcome.notes)
 
 
-# Micro-batches of a batch that are looked at; more where nothing fits that leaves training as it is.
-MICRO_BATCHES = 8
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
     """The results of the search: levers, combinations (those that fit first), and what a person should know."""
@@ -308,9 +307,6 @@ def _notes_of_search(options: LeverOptions, combinations: Sequence[Combination])
         yield "micro-batches: BatchNorm, or another module with buffers, sees parts of the batch, so results differ"
     elif any(stage.draws_random for stage in options.profile.stages):
         yield "micro-batches: dropout draws other masks than for the whole batch"
-
-
-_NO_OFFLOAD = Offload(mode="never")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

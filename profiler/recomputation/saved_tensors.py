@@ -27,6 +27,7 @@ from profiler.workload.torch_state import current_flags
 
 leave_uncompiled(__name__)
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 PLAIN_TENSORS = (Tensor, nn.Parameter)  # the types whose memory is all that they are
@@ -300,9 +301,6 @@ def is_undefined(tensor: Tensor, first: Values, second: Values) -> bool:
     else:
         shown = compared == (True if compared.dtype is torch.bool else torch.iinfo(compared.dtype).max)
     return all(is_shown or one == other for one, other, is_shown in zip(first, second, shown.tolist(), strict=True))
-
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def hooks_now() -> Hooks | None:
